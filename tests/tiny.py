@@ -119,7 +119,9 @@ def _build(kind: str, settings: dict[str, Any]) -> PreTrainedModel:
     raise ValueError(f"unknown kind {kind!r}: one of {', '.join(KINDS)}")
 
 
-def tiny_model(kind: str, tmp_path: Path, *, seed: int = 0, chat_template: str | None = CHATML, **overrides: Any) -> Path:
+def tiny_model(
+    kind: str, tmp_path: Path, *, seed: int = 0, chat_template: str | None = CHATML, **overrides: Any
+) -> Path:
     """Write a random checkpoint of `kind` with its tokenizer into `tmp_path/<kind>-<seed>` and return that folder.
 
     `overrides` replace entries of the config (num_hidden_layers=6, tie_word_embeddings=True, vocab_size=384 for a
@@ -147,12 +149,10 @@ def tiny_model(kind: str, tmp_path: Path, *, seed: int = 0, chat_template: str |
         torch.manual_seed(seed)
         model = _build(kind, settings)
         for name, parameter in model.named_parameters():
-            if "norm" in name.lower():
-                # Gemma's norms multiply by (1 + weight), the others by weight: both end up around 1, never at it.
-                centre = 0.0 if kind.startswith("gemma3") else 1.0
-                parameter.data = centre + 0.3 * torch.randn_like(parameter)
-            elif parameter.ndim == 1:
-                parameter.data = 0.3 * torch.randn_like(parameter)
+            if parameter.ndim == 1:
+                # A norm weight multiplies (Gemma: 1 + weight), so it sits around 1, never at it; biases around 0.
+                scale = "norm" in name.lower() and name.endswith("weight") and not kind.startswith("gemma3")
+                parameter.data = float(scale) + 0.3 * torch.randn_like(parameter)
     model.generation_config.eos_token_id = settings["eos_token_id"]
     model.generation_config.pad_token_id = settings["pad_token_id"]
     folder = tmp_path / f"{kind}-{seed}"
