@@ -95,19 +95,15 @@ class LossOutput:
 
 
 @dataclass(frozen=True)
-class DraftOutcomes:
-    """Teacher-forced draft results of one batch, the raw material of acceptance estimates.
+class ResponseHits:
+    """Teacher-forced drafts along one response of n tokens, the raw material of acceptance estimates.
 
-    For query n (a position p of one document) and depth k: the drafted token against the document's own token p+2+k.
-
-    document_id       for each query the id of its document
-    offset_N          int64; index inside the document's response of the first token predicted (0 = first response token)
-    hit_NK            bool; argmax of the draft equals the token. False where the document has ended
+    hit_MK [n-1, K] bool: row m-1 is the state in which m response tokens are known; column k tells whether the
+    draft's argmax for response token m+k (0-based) is that token. False beyond the end of the response.
     """
 
-    document_id: tuple[str, ...]
-    offset_N: Tensor
-    hit_NK: Tensor
+    document_id: str
+    hit_MK: Tensor
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,8 @@ class Speculator(nn.Module, Proposer):
         """The training loss, each depth divided by its entry of `normalizer` [num_depths] (see supervised_counts)."""
 
     @abstractmethod
-    def draft_outcomes(self, batch: Batch, num_draft_tokens: int) -> DraftOutcomes:
-        """Teacher-forced drafts at every query position of `batch`, `num_draft_tokens` deep."""
+    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+        """Teacher-forced drafts from every decoding state of every response in `batch`, `num_draft_tokens` deep."""
 
     @abstractmethod
     def serving(self) -> ServingCheckpoint:

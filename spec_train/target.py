@@ -1,0 +1,497 @@
+"""The frozen target: loading, hidden states, cached forward passes, generation.
+
+Every quirk of an architecture (nested text configs, sliding windows, scaled or soft-capped logits, grouped heads)
+is handled here and nowhere else. Shape legend: see `speculators/base.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.cache_utils import Cache
+
+from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
+from spec_train.errors import UserError
+from spec_train.speculators.base import Batch, Features, FeatureSpec
+
+GROUPED_ATTENTION = "spec_train_grouped"
+LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention that folds the query heads of a group into the query axis.
+
+    With an explicit mask the stock path copies every key and value once per query head, which dominates a decoding
+    step; folding computes the same kernel without the copy. query [B, heads, S, d], key/value [B, kv_heads, T, d].
+    """
+    batch, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    folded = query.reshape(batch, kv_heads, groups * length, dim)
+    mask = attention_mask
+    if mask is not None and groups > 1:
+        mask = mask.expand(batch, -1, -1, -1).repeat(1, 1, groups, 1)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return out.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+
+
+class SlotCache(Cache):
+    """A key/value cache whose rows stand at different lengths and roll back for free.
+
+    The entry of position p lives in slot p of its row, and a query at position p sees the slots up to p only. Rejected
+    drafts therefore need no cropping: they lie beyond every later query until a real token overwrites them.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self._slots: Tensor | None = None
+        self._start: int | None = None
+        self._limit = 0
+
+    def place(self, position_BS: Tensor, start: int | None, limit: int) -> None:
+        """Say where the next forward pass writes. `start`: first slot if all rows write the same range, else None;
+        `limit`: one more than the highest slot in use."""
+        self._slots, self._start, self._limit = position_BS, start, limit
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write [B, kv_heads, S, d] states into their slots; return the keys and values of all slots in use."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if keys is None or values is None:
+            batch, heads, _s, dim = key_states.shape
+            keys = key_states.new_zeros(batch, heads, self.max_length, dim)
+            values = value_states.new_zeros(batch, heads, self.max_length, value_states.shape[-1])
+            self._keys[layer_idx], self._values[layer_idx] = keys, values
+        if self._start is not None:
+            end = self._start + key_states.shape[2]
+            keys[:, :, self._start : end] = key_states
+            values[:, :, self._start : end] = value_states
+        else:
+            assert self._slots is not None
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            keys[rows, :, self._slots] = key_states.transpose(1, 2)
+            values[rows, :, self._slots] = value_states.transpose(1, 2)
+        return keys[:, :, : self._limit], values[:, :, : self._limit]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots in use before the pending forward pass (Transformers asks; positions are always given explicitly)."""
+        return 0
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the given rows (int64 indices), in that order."""
+        self.batch_size = int(rows.numel())
+        self._keys = [None if k is None else k[rows] for k in self._keys]
+        self._values = [None if v is None else v[rows] for v in self._values]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer of the target. `features` and `target_lse` (where captured) cover positions 0 .. len-2 of
+    prompt + output: [T, A*H] / [T, H] and [T]; `target_lse` is 0 at prompt positions that predict prompt tokens."""
+
+    output_ids: list[int]
+    finish_reason: str
+    features: Features | None = None
+    target_lse: Tensor | None = None
+
+
+@dataclass
+class GenerationTimings:
+    """Seconds and step counts of one `generate` call."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    steps: int = 0
+
+
+class TargetModel:
+    """A frozen causal language model of Transformers. Use `load`."""
+
+    def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        self.device = device
+        config: Any = model.config
+        self.full_config = config
+        self.config: Any = config.get_text_config()
+        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+        inner = getattr(self.decoder, "language_model", None)
+        if isinstance(inner, nn.Module):  # a wrapper that also holds a vision tower
+            self.decoder = inner
+        self.lm_head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.lm_head.weight.shape[0])  # type: ignore[union-attr, index]
+        self.dtype: torch.dtype = self.lm_head.weight.dtype  # type: ignore[assignment]
+        self.max_length = int(getattr(self.config, "max_position_embeddings", 1 << 20))
+        self.layers = _decoder_layers(self.decoder, self.num_layers, name)
+        self.windows = _attention_windows(self.config, self.num_layers, name)
+        self.eos_token_ids = _eos_ids(model)
+        self._additive_mask = config._attn_implementation == "eager"
+        self._check_head()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attn_implementation: str | None = None,
+    ) -> TargetModel:
+        """Load a checkpoint by folder or hub id. Raises UserError where it cannot be found or is of an unsupported kind."""
+        path = Path(name)
+        if (name.startswith((".", "/", "~")) or path.exists()) and not (path.expanduser() / "config.json").is_file():
+            raise UserError(f"target.model {name}: the folder holds no config.json; give a Hugging Face checkpoint or hub id")
+        try:
+            config = AutoConfig.from_pretrained(name, revision=revision)
+            text: Any = config.get_text_config()
+            needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type == "gpt_oss"
+            attention = attn_implementation or ("eager" if needs_eager else GROUPED_ATTENTION)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
+            )
+        except OSError as error:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(f"target.model {name}: cannot be loaded ({first}); give a local folder or a reachable hub id") from error
+        return cls(model.to(device), name, torch.device(device))
+
+    # ------------------------------------------------------------------ output head
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Target logits [..., V] from states after the final norm [..., H], in the model's dtype."""
+        out: Tensor = self.lm_head(hidden.to(self.dtype))
+        return self.scale_logits(out)
+
+    def scale_logits(self, raw: Tensor) -> Tensor:
+        """What some families do after the matrix product: divide, multiply or soft-cap."""
+        divisor = getattr(self.config, "logits_scaling", None)
+        factor = getattr(self.config, "logit_scale", None)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if divisor is not None:
+            raw = raw / divisor
+        if factor is not None:
+            raw = raw * factor
+        if cap is not None:
+            raw = torch.tanh(raw / cap) * cap
+        return raw
+
+    def logsumexp(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N]: logsumexp over the whole vocabulary, a chunk of rows at a time."""
+        chunks = [torch.logsumexp(self.logits(part).float(), dim=-1) for part in hidden_NH.split(LSE_CHUNK)]
+        return torch.cat(chunks) if chunks else hidden_NH.new_zeros(0, dtype=torch.float32)
+
+    def _check_head(self) -> None:
+        """Compare our output head with the model's own on four tokens: a silent scale would spoil every loss."""
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            own = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            ours = self.logits(self.forward(ids, torch.arange(4, device=self.device)[None])[0])[0, -1].float()
+        if (own - ours).abs().max() > 2e-2 * max(1.0, float(own.abs().max())):
+            raise UserError(f"target {self.name}: its output head ({self.config.model_type}) is not understood; logits disagree")
+
+    # ------------------------------------------------------------------ forward passes
+    @contextmanager
+    def _capture(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the residual stream after k layers (0 = embeddings) for each k in `layer_ids`."""
+        states: dict[int, Tensor] = {}
+        handles = []
+        for k in layer_ids:
+            if k == 0:
+                handles.append(self.layers[0].register_forward_pre_hook(_keep_input(states), with_kwargs=True))
+            else:
+                handles.append(self.layers[k - 1].register_forward_hook(_keep_output(states, k)))
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        *,
+        visible_BST: Tensor | None = None,
+        key_position_BT: Tensor | None = None,
+        cache: SlotCache | None = None,
+        aux_layer_ids: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass of the decoder stack: (state after the final norm [B, S, H], aux states [B, S, A*H] or None).
+
+        `visible_BST`: which keys each query may see before sliding windows are applied (default: causal in a row);
+        `key_position_BT`: positions of the keys (default: those of the queries), which sliding windows need.
+        """
+        keys = position_BS if key_position_BT is None else key_position_BT
+        if visible_BST is None:
+            index = torch.arange(position_BS.shape[1], device=position_BS.device)
+            visible_BST = (index[None, :] <= index[:, None]).expand(position_BS.shape[0], -1, -1)
+        mask = self._mask(visible_BST, position_BS, keys)
+        with self._capture(aux_layer_ids) as states:
+            out = self.decoder(
+                input_ids=input_ids_BS,
+                attention_mask=mask,
+                position_ids=position_BS,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        aux = torch.cat([states[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else None
+        return out.last_hidden_state, aux
+
+    def _mask(self, visible_BST: Tensor, query_BS: Tensor, key_BT: Tensor) -> Tensor | dict[str, Tensor]:
+        """The attention mask in the form the model takes: one tensor, or one for each kind of layer."""
+
+        def form(window: int | None) -> Tensor:
+            seen = visible_BST
+            if window is not None:
+                seen = seen & (query_BS[:, :, None] - key_BT[:, None, :] < window)
+            mask = seen[:, None]
+            if not self._additive_mask:
+                return mask
+            return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+        if len(self.windows) == 1:
+            return form(next(iter(self.windows.values())))
+        return {kind: form(window) for kind, window in self.windows.items()}
+
+    def features(self, input_ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, spec: FeatureSpec) -> Features:
+        """States of packed rows; documents do not see each other (document -1 is padding). Shapes [B, T, ...]."""
+        index = torch.arange(position_BT.shape[1], device=position_BT.device)
+        visible = (document_BT[:, None, :] == document_BT[:, :, None]) & (index[None, :] <= index[:, None])
+        last, aux = self.forward(input_ids_BT, position_BT, visible_BST=visible, aux_layer_ids=spec.aux_layer_ids)
+        return Features(aux, last if spec.last_hidden else None)
+
+    @torch.no_grad()
+    def fill_features(self, batch: Batch, spec: FeatureSpec, dtype: torch.dtype) -> Batch:
+        """`batch` with hidden states and the logsumexp of every position that predicts a supervised token."""
+        full = FeatureSpec(spec.aux_layer_ids, last_hidden=True)
+        states = self.features(batch.input_ids_BT, batch.position_BT, batch.document_BT, full)
+        assert states.last_hidden is not None
+        lse = torch.zeros_like(batch.loss_weight_BT)
+        predicts = F.pad(batch.loss_weight_BT[:, 1:] > 0, (0, 1))
+        lse[predicts] = self.logsumexp(states.last_hidden[predicts])
+        aux = None if states.aux_hidden is None else states.aux_hidden.to(dtype)
+        return replace(batch, aux_hidden_BTAH=aux, last_hidden_BTH=states.last_hidden.to(dtype), target_lse_BT=lse)
+
+    def new_cache(self, batch_size: int, max_length: int) -> SlotCache:
+        """An empty cache for `batch_size` requests of at most `max_length` tokens."""
+        return SlotCache(self.num_layers, batch_size, max_length)
+
+    def step(
+        self, input_ids_BS: Tensor, position_BS: Tensor, cache: SlotCache, spec: FeatureSpec, start: int | None = None
+    ) -> tuple[Tensor, Features]:
+        """Run tokens at their positions on top of `cache`: (state after the final norm [B, S, H], features).
+
+        Positions of a row are consecutive; `start` is the first one if all rows share it (a faster write).
+        """
+        limit = int(position_BS.max()) + 1
+        cache.place(position_BS, start, limit)
+        key_position = torch.arange(limit, device=position_BS.device)[None].expand(position_BS.shape[0], -1)
+        visible = key_position[:, None, :] <= position_BS[:, :, None]
+        last, aux = self.forward(
+            input_ids_BS,
+            position_BS,
+            visible_BST=visible,
+            key_position_BT=key_position,
+            cache=cache,
+            aux_layer_ids=spec.aux_layer_ids,
+        )
+        return last, Features(aux, last if spec.last_hidden else None)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, spec: FeatureSpec) -> tuple[Tensor, Features]:
+        """Run right-padded prompts: (state at each prompt's last token [B, H], features [B, P, ...]).
+
+        Padding needs no mask: its slots lie beyond every real query until real tokens overwrite them.
+        """
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        position = torch.arange(width, device=self.device)[None].expand(len(prompts), -1)
+        last, features = self.step(ids.to(self.device), position, cache, spec, start=0)
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        return last[torch.arange(len(prompts), device=self.device), ends], features
+
+    # ------------------------------------------------------------------ generation
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        *,
+        request_indices: Sequence[int] | None = None,
+        capture: FeatureSpec | None = None,
+        capture_dtype: torch.dtype = torch.bfloat16,
+        on_token: Callable[[int], None] | None = None,
+        timings: GenerationTimings | None = None,
+    ) -> list[Generation]:
+        """Plain decoding of one batch, one token per target pass; the reference that speculation must reproduce.
+
+        `request_indices` seed each request's own generator, so results do not depend on the batch it sits in.
+        With `capture`, hidden states are kept as they are computed: no second pass over the answers is needed.
+        """
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise UserError("a prompt is empty; every request needs at least one token")
+        room = [min(max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
+        if min(room) < 1:
+            raise UserError(f"a prompt of {max(map(len, prompts))} tokens leaves no room below the target's limit of {self.max_length}")
+        spec = capture or FeatureSpec((), last_hidden=False)
+        generators = RequestGenerators(sampling, list(request_indices or range(len(prompts))))
+        lengths = [len(prompt) for prompt in prompts]
+        cache = self.new_cache(len(prompts), max(n + r for n, r in zip(lengths, room, strict=True)))
+        outputs: list[list[int]] = [[] for _ in prompts]
+        reasons = ["length"] * len(prompts)
+        clock = time.perf_counter()
+        hidden, features = self.prefill(prompts, cache, spec)
+        store = _CaptureStore(features, lengths, room, capture_dtype) if capture else None
+        if timings:
+            timings.prefill += time.perf_counter() - clock
+        clock = time.perf_counter()
+        rows = torch.arange(len(prompts))  # which request each cache row serves
+        active = torch.ones(len(prompts), dtype=torch.bool)
+        position = torch.tensor(lengths)
+        while True:
+            logits = self.logits(hidden)
+            if store:
+                store.add_lse(rows[active], position[active] - 1, torch.logsumexp(logits.float(), -1).cpu()[active])
+            tokens = _choose(logits, sampling, generators, rows)
+            for slot, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+                if not active[slot]:
+                    continue
+                outputs[row].append(token)
+                if token in self.eos_token_ids:
+                    reasons[row] = "stop"
+                active[slot] = token not in self.eos_token_ids and len(outputs[row]) < room[row]
+            if on_token:
+                on_token(sum(map(len, outputs)))
+            if not active.any():
+                break
+            # Finished rows ride along until dropping them pays for the copy of the cache.
+            if int(active.sum()) <= 0.8 * len(rows):
+                cache.select(active.nonzero()[:, 0].to(self.device))
+                rows, position, tokens = rows[active], position[active], tokens[active]
+                active = torch.ones(len(rows), dtype=torch.bool)
+            here = position.clamp(max=cache.max_length - 1)
+            hidden_B1H, features = self.step(tokens[:, None].to(self.device), here[:, None].to(self.device), cache, spec)
+            if store:
+                store.add(rows, position, active, features)
+            hidden, position = hidden_B1H[:, 0], position + active.long()
+            if timings:
+                timings.steps += 1
+        if timings:
+            timings.decode += time.perf_counter() - clock
+        return [
+            Generation(out, reason, *(store.row(row, lengths[row] + len(out) - 1) if store else (None, None)))
+            for row, (out, reason) in enumerate(zip(outputs, reasons, strict=True))
+        ]
+
+
+class _CaptureStore:
+    """Hidden states collected while a batch is generated, on the CPU in the storage dtype."""
+
+    def __init__(self, prompt: Features, lengths: Sequence[int], room: Sequence[int], dtype: torch.dtype) -> None:
+        width = max(n + r for n, r in zip(lengths, room, strict=True))
+        self.parts: list[Tensor | None] = []
+        for part in (prompt.aux_hidden, prompt.last_hidden):
+            if part is None:
+                self.parts.append(None)
+                continue
+            buffer = torch.zeros(part.shape[0], width, part.shape[2], dtype=dtype)
+            buffer[:, : part.shape[1]] = part.to("cpu", dtype)
+            self.parts.append(buffer)
+        self.lse = torch.zeros(len(lengths), width, dtype=torch.float32)
+
+    def add(self, rows: Tensor, position: Tensor, active: Tensor, features: Features) -> None:
+        """Store the states of one token per active row."""
+        for buffer, part in zip(self.parts, (features.aux_hidden, features.last_hidden), strict=True):
+            if buffer is not None and part is not None:
+                buffer[rows[active], position[active]] = part[:, 0].to("cpu", buffer.dtype)[active]
+
+    def add_lse(self, rows: Tensor, position: Tensor, lse: Tensor) -> None:
+        """Store the logsumexp of the logits from `position`."""
+        self.lse[rows, position] = lse
+
+    def row(self, row: int, length: int) -> tuple[Features, Tensor]:
+        """Features and logsumexp of the first `length` positions of a request."""
+        aux, last = (None if part is None else part[row, :length].clone() for part in self.parts)
+        return Features(aux, last), self.lse[row, :length].clone()
+
+
+def _choose(logits_BV: Tensor, sampling: Sampling, generators: RequestGenerators, rows: Tensor) -> Tensor:
+    """One token per row (int64 on the CPU): argmax, or a draw from the filtered law with the request's generator."""
+    if sampling.greedy:
+        return logits_BV.argmax(-1).cpu()
+    probs = target_probs(logits_BV, sampling)
+    return torch.tensor([generators.draw(probs[slot], int(row)) for slot, row in enumerate(rows)], dtype=torch.long)
+
+
+def _keep_input(states: dict[int, Tensor]) -> Callable[..., None]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[0] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def _keep_output(states: dict[int, Tensor], k: int) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        states[k] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    """The stack of decoder layers, whatever the family calls it."""
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise UserError(f"target {name}: no stack of {num_layers} decoder layers found in {type(decoder).__name__}; unsupported model")
+
+
+def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int | None]:
+    """Sliding window by kind of layer (None = full attention); one entry where all layers are alike."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(f"target {name}: layers of kind {', '.join(unknown)} are not supported; full and sliding attention are")
+    if not kinds:
+        return {"all": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+
+
+def _eos_ids(model: nn.Module) -> frozenset[int]:
+    """Every id that ends an answer, from the generation config (a list in many models), else from the config."""
+    generation: GenerationConfig | None = getattr(model, "generation_config", None)
+    eos: Any = generation.eos_token_id if generation is not None else None
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset([int(eos)])
