@@ -1,9 +1,25 @@
-"""Sampling settings of a request and the law they induce."""
+"""Sampling settings of a request, the law they induce, and how tokens are drawn from it.
+
+Shape legend: B requests, Q positions, V target vocabulary.
+
+One float32 vector per position serves the draw, the acceptance test and the residual. Two softmaxes of the same logits
+in different precision would be two laws, and the rejection rule would then be biased by their difference.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spec_train.errors import UserError
+
+GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS: a smaller temperature would only overflow the division
 
 
 @dataclass(frozen=True)
@@ -13,6 +29,8 @@ class Sampling:
     temperature 0 (or anything below 1e-5) means argmax; negative is refused. top_k 0 and top_p 1.0 mean no filter.
     `draft_sample_method` follows vLLM: "greedy" drafts are the draft's argmax (their law is one-hot),
     "probabilistic" drafts are drawn from the draft's own distribution. `seed` seeds one generator per request.
+
+    Raises UserError for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -21,7 +39,106 @@ class Sampling:
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature is {self.temperature}: give 0 (argmax) or a positive number")
+        if self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}: give 0 (no filter) or how many tokens to keep")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: give a number above 0 and up to 1 (1 means no filter)")
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise UserError(f"draft_sample_method is '{self.draft_sample_method}': give greedy or probabilistic")
+
     @property
     def greedy(self) -> bool:
         """True where the target takes its argmax."""
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY_BELOW
+
+
+def mask_padding(logits: Tensor, vocab_size: int | None) -> Tensor:
+    """`logits` [..., V] with ids from `vocab_size` on at -inf: rows that pad an output head are no tokens."""
+    if vocab_size is None or vocab_size >= logits.shape[-1]:
+        return logits
+    padding = torch.arange(logits.shape[-1], device=logits.device) >= vocab_size
+    return logits.masked_fill(padding, -math.inf)
+
+
+def target_probs(logits: Tensor, sampling: Sampling, vocab_size: int | None = None) -> Tensor:
+    """The law that a token is drawn from: `logits` [..., V] -> float32 probabilities [..., V] that sum to 1.
+
+    Order and ties are those of vLLM and transformers:
+      1. divide by the temperature (argmax, as a one-hot law, where it is 0; the lowest id wins a tie)
+      2. top-k: keep every logit that is not below the k-th largest, so ties at the k-th place all stay
+      3. top-p: over the softmax of what is left, drop from the smallest up while the dropped mass is <= 1 - top_p;
+         the largest always stays; among equal logits the lower id is dropped first
+    The same function gives a draft's own law (pass the draft's logits); ids from `vocab_size` on get probability 0.
+    """
+    logits = mask_padding(logits, vocab_size).float()
+    if sampling.greedy:
+        one_hot = torch.zeros_like(logits)
+        return one_hot.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth_largest = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth_largest, -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1, stable=True)
+        dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        dropped[..., -1] = False
+        logits = logits.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), -math.inf)
+    return logits.softmax(dim=-1)
+
+
+def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw: `probs` [..., V] >= 0 of any positive sum, `uniform` [...] in [0, 1) -> token ids [...] int64.
+
+    The sums run in float64, so the float32 law is sampled as it stands. A token of probability 0 is never drawn: the
+    answer is the first index whose cumulative mass exceeds a number strictly below the total.
+    """
+    cumulative = probs.double().cumsum(dim=-1)
+    total = cumulative[..., -1:]
+    mass = torch.minimum(uniform.double().unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, mass, right=True).squeeze(-1)
+
+
+def draw(probs_V: Tensor, generator: torch.Generator) -> int:
+    """One token from the law `probs_V`, using one number of `generator` (a CPU generator)."""
+    uniform = torch.rand((), generator=generator, dtype=torch.float64).to(probs_V.device)
+    return int(draw_at(probs_V, uniform))
+
+
+class RequestGenerators:
+    """One generator per request, so that a request's tokens do not depend on the batch it happens to run in.
+
+    `requests`: the indices of the requests in the whole run, one per row. `stream` separates independent uses: the
+    drafts ("draft") must not share random numbers with the test that judges them ("target"), or the rejection rule is
+    biased. Generators live on the CPU, so a seed gives the same numbers on every device.
+    """
+
+    def __init__(self, seed: int, requests: Sequence[int], stream: str = "target") -> None:
+        self.generators = [_generator(seed, stream, request) for request in requests]
+
+    def select(self, rows: Tensor | Sequence[int]) -> RequestGenerators:
+        """The generators of the chosen rows; they go on where they stand."""
+        chosen = RequestGenerators(0, ())
+        chosen.generators = [self.generators[int(row)] for row in rows]
+        return chosen
+
+    def uniform(self, count_B: Tensor) -> Tensor:
+        """float64 [B, max(count_B)] in [0, 1) on count_B's device: row b takes count_B[b] numbers, the rest is 0."""
+        counts = [int(count) for count in count_B.tolist()]
+        numbers = torch.zeros(len(counts), max(counts, default=0), dtype=torch.float64)
+        for row, (count, generator) in enumerate(zip(counts, self.generators, strict=True)):
+            numbers[row, :count] = torch.rand(count, generator=generator, dtype=torch.float64)
+        return numbers.to(count_B.device)
+
+    def draw(self, probs_BV: Tensor) -> Tensor:
+        """One token per row, int64 [B]."""
+        ones = torch.ones(len(self.generators), dtype=torch.int64, device=probs_BV.device)
+        return draw_at(probs_BV, self.uniform(ones)[:, 0])
+
+
+def _generator(seed: int, stream: str, request: int) -> torch.Generator:
+    """Seeds are hashed: torch's CPU generator reads 32 bits only, and neighbouring seeds must not share a stream."""
+    digest = hashlib.blake2b(f"{seed}/{stream}/{request}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
