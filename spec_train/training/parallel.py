@@ -1,0 +1,161 @@
+"""The one place that knows how the engines differ: a single process, DDP, FSDP2, DeepSpeed ZeRO.
+
+The training loop is the same for all; what is done differently (backward, clipping, gathering full tensors) is here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from spec_train.errors import UserError
+from spec_train.speculators.base import Speculator
+
+if TYPE_CHECKING:
+    from spec_train.recipe import OptimSection
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def make_accelerator(
+    precision: Literal["bf16", "fp32"], device: Literal["auto", "cpu", "cuda"], trackers: list[str], project_dir: Path
+) -> Accelerator:
+    """An Accelerator that neither accumulates nor averages by itself: both are the training loop's business.
+
+    Raises UserError where `device` is cuda and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device is cuda but torch sees no GPU; set run.device to auto or cpu")
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    return Accelerator(
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        cpu=on_cpu and not deepspeed,  # under DeepSpeed the flag would switch the engine off
+        # Given as a plugin, the launcher's environment cannot replace the 1.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        log_with=trackers or None,
+        project_dir=str(project_dir),
+        # The only buffers are frozen tensors of the target, equal everywhere: broadcasting them costs gigabytes a step.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+
+
+def prepare(accelerator: Accelerator, speculator: Speculator, optim: OptimSection) -> tuple[Any, Any]:
+    """The wrapped model and its AdamW (no weight decay on vectors: norms and biases)."""
+    parameters = [parameter for parameter in speculator.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        fused=accelerator.device.type in ("cpu", "cuda"),
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # The launcher's values would silently win over ours: accumulation and clipping are set here, once.
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=1,
+            gradient_accumulation_steps=1,
+            gradient_clipping=optim.max_grad_norm,
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
+        # Inputs keep their dtype (weights, logsumexp and counts are float32 and float64); gradients reduce in float32.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    model, prepared = accelerator.prepare(speculator, optimizer)
+    return model, prepared
+
+
+def backward(accelerator: Accelerator, model: Any, loss: Tensor, last: bool) -> None:
+    """Add the gradients of one micro-batch; the `last` one of a window also lets them be averaged over processes.
+    Under DeepSpeed the last one takes the optimiser step too."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        model.set_gradient_accumulation_boundary(is_boundary=last)
+        model.backward(loss)
+        if last:
+            model.step()
+    else:
+        accelerator.backward(loss)
+
+
+def synchronised_only(accelerator: Accelerator, model: Any, last: bool) -> Any:
+    """A context for forward and backward of a micro-batch: processes exchange gradients in the `last` one only."""
+    return nullcontext() if last else accelerator.no_sync(model)
+
+
+def clip_gradients(accelerator: Accelerator, model: Any, max_norm: float) -> Tensor:
+    """Clip the window's gradients and return their norm before clipping, over all parameters of all processes."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    return torch.as_tensor(norm, dtype=torch.float64, device=accelerator.device)
+
+
+@contextmanager
+def gathered(accelerator: Accelerator, model: Any) -> Iterator[Speculator]:
+    """The bare speculator with full weights on every process, to call methods other than `forward`. All processes
+    enter and leave together."""
+    speculator: Speculator = accelerator.unwrap_model(model)
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if _zero_stage(accelerator) == 3:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(speculator.parameters())):
+            yield speculator
+        return
+    for shard in shards:
+        shard.unshard()
+    yield speculator
+    for shard in shards:
+        shard.reshard()
+
+
+def model_tensors(accelerator: Accelerator, model: Any) -> dict[str, Tensor]:
+    """The full trained weights, on the main process (elsewhere possibly nothing). Called by all processes."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        with gathered(accelerator, model) as speculator:
+            return {name: tensor.detach().cpu().clone() for name, tensor in speculator.state_dict().items()}
+    return dict(get_model_state_dict(model, options=FULL))
+
+
+def optimizer_tensors(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor] | None:
+    """The full optimiser state as `<parameter>/<state>`, on the main process; None under DeepSpeed, which writes its
+    own files. Called by all processes."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return None
+    state = get_optimizer_state_dict(model, optimizer.optimizer, options=FULL).get("state", {})
+    return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
+    """The reverse of `optimizer_tensors`: every process passes the full state."""
+    full = get_optimizer_state_dict(model, optimizer.optimizer, options=StateDictOptions(full_state_dict=True))
+    state: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        name, key = path.rsplit("/", 1)
+        state.setdefault(name, {})[key] = tensor
+    full["state"] = state
+    set_optimizer_state_dict(model, optimizer.optimizer, full, options=StateDictOptions(full_state_dict=True))
+
+
+def _zero_stage(accelerator: Accelerator) -> int:
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return 0
+    return int(accelerator.state.deepspeed_plugin.zero_stage)
