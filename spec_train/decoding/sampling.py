@@ -101,26 +101,20 @@ def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, mass, right=True).squeeze(-1)
 
 
-def draw(probs_V: Tensor, generator: torch.Generator) -> int:
-    """One token from the law `probs_V`, using one number of `generator` (a CPU generator)."""
-    uniform = torch.rand((), generator=generator, dtype=torch.float64).to(probs_V.device)
-    return int(draw_at(probs_V, uniform))
-
-
 class RequestGenerators:
     """One generator per request, so that a request's tokens do not depend on the batch it happens to run in.
 
-    `requests`: the indices of the requests in the whole run, one per row. `stream` separates independent uses: the
+    `sampling.seed` seeds them. `requests`: the indices of the requests in the whole run, one per row. `stream` separates independent uses: the
     drafts ("draft") must not share random numbers with the test that judges them ("target"), or the rejection rule is
     biased. Generators live on the CPU, so a seed gives the same numbers on every device.
     """
 
-    def __init__(self, seed: int, requests: Sequence[int], stream: str = "target") -> None:
-        self.generators = [_generator(seed, stream, request) for request in requests]
+    def __init__(self, sampling: Sampling, requests: Sequence[int], stream: str = "target") -> None:
+        self.generators = [_generator(sampling.seed, stream, request) for request in requests]
 
     def select(self, rows: Tensor | Sequence[int]) -> RequestGenerators:
         """The generators of the chosen rows; they go on where they stand."""
-        chosen = RequestGenerators(0, ())
+        chosen = RequestGenerators(Sampling(), ())
         chosen.generators = [self.generators[int(row)] for row in rows]
         return chosen
 
@@ -132,8 +126,13 @@ class RequestGenerators:
             numbers[row, :count] = torch.rand(count, generator=generator, dtype=torch.float64)
         return numbers.to(count_B.device)
 
-    def draw(self, probs_BV: Tensor) -> Tensor:
-        """One token per row, int64 [B]."""
+    def draw(self, probs_V: Tensor, row: int) -> int:
+        """One token for one row."""
+        uniform = torch.rand((), generator=self.generators[row], dtype=torch.float64)
+        return int(draw_at(probs_V, uniform.to(probs_V.device)))
+
+    def draw_rows(self, probs_BV: Tensor) -> Tensor:
+        """One token for every row, int64 [B] on the device of `probs_BV`; the same tokens as `draw` row by row."""
         ones = torch.ones(len(self.generators), dtype=torch.int64, device=probs_BV.device)
         return draw_at(probs_BV, self.uniform(ones)[:, 0])
 

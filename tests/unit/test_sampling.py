@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from spec_train.decoding.sampling import RequestGenerators, Sampling, draw, draw_at, mask_padding, target_probs
+from spec_train.decoding.sampling import RequestGenerators, Sampling, draw_at, mask_padding, target_probs
 from spec_train.errors import UserError
 
 
@@ -139,8 +139,8 @@ def test_no_draw_lands_on_a_token_of_probability_zero():
 
 def test_generators_depend_on_the_request_and_not_on_the_batch():
     law = torch.full((50,), 0.02)
-    together = RequestGenerators(7, range(6))
-    apart = RequestGenerators(7, [4])
+    together = RequestGenerators(Sampling(seed=7), range(6))
+    apart = RequestGenerators(Sampling(seed=7), [4])
     counts = torch.tensor([3, 1, 2, 5, 3, 0])
     first = together.uniform(counts)
     assert first.shape == (6, 5)
@@ -148,13 +148,13 @@ def test_generators_depend_on_the_request_and_not_on_the_batch():
     assert first[1, 1:].sum() == 0
     # row 4 alone, after the others have left, goes on where it stood
     rest = together.select(torch.tensor([2, 4]))
-    assert rest.draw(law.expand(2, 50))[1] == apart.draw(law.expand(1, 50))[0]
-    assert int(draw(law, rest.generators[1])) == int(draw(law, apart.generators[0]))
+    assert rest.draw_rows(law.expand(2, 50))[1] == apart.draw_rows(law.expand(1, 50))[0]
+    assert rest.draw(law, 1) == int(apart.draw_rows(law.expand(1, 50)))
 
 
 def test_seeds_requests_and_streams_do_not_share_numbers():
     numbers = [
-        float(RequestGenerators(seed, [request], stream).uniform(torch.tensor([1])))
+        float(RequestGenerators(Sampling(seed=seed), [request], stream).uniform(torch.tensor([1])))
         for seed in range(5)
         for request in range(5)
         for stream in ("target", "draft")

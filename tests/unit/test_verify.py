@@ -43,9 +43,9 @@ def test_no_draft_at_all_is_plain_decoding():
     assert accepted.tolist() == [0, 0, 0] and following.tolist() == logits[:, 0].argmax(-1).tolist()
     probs = target_probs(logits, Sampling(temperature=1.0))
     for draft_probs in (None, torch.zeros(3, 0, 9)):
-        accepted, following = verify_sampled(none, count, probs, draft_probs, RequestGenerators(0, range(3)))
+        accepted, following = verify_sampled(none, count, probs, draft_probs, RequestGenerators(Sampling(), range(3)))
         assert accepted.tolist() == [0, 0, 0]
-        assert following.tolist() == RequestGenerators(0, range(3)).draw(probs[:, 0]).tolist()
+        assert following.tolist() == RequestGenerators(Sampling(), range(3)).draw_rows(probs[:, 0]).tolist()
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -60,9 +60,9 @@ def test_batched_rule_equals_the_scalar_reference(soft, top_k):
     tokens = draw_at(draft, torch.rand(B, K, generator=generator, dtype=torch.float64)) if soft else draft.argmax(-1)
     count = torch.randint(0, K + 1, (B,), generator=generator)
     laws = draft if soft else None
-    accepted, following = verify_sampled(tokens, count, target, laws, RequestGenerators(1, range(B)))
+    accepted, following = verify_sampled(tokens, count, target, laws, RequestGenerators(Sampling(seed=1), range(B)))
 
-    uniforms = RequestGenerators(1, range(B)).uniform(count + 1)
+    uniforms = RequestGenerators(Sampling(seed=1), range(B)).uniform(count + 1)
     for row in range(B):
         n = int(count[row])
         expected = reference_round(
@@ -77,7 +77,7 @@ def test_a_requests_outcome_does_not_depend_on_its_neighbours():
     target = target_probs(torch.randn(8, 4, 6, generator=generator), Sampling(temperature=1.0))
     tokens = torch.randint(0, 6, (8, 3), generator=generator)
     count = torch.tensor([3, 0, 2, 3, 1, 3, 2, 3])
-    together = verify_sampled(tokens, count, target, None, RequestGenerators(5, range(8)))
+    together = verify_sampled(tokens, count, target, None, RequestGenerators(Sampling(seed=5), range(8)))
     for row in range(8):
         n = int(count[row])
         alone = verify_sampled(
@@ -85,7 +85,7 @@ def test_a_requests_outcome_does_not_depend_on_its_neighbours():
             count[row : row + 1],
             target[row : row + 1, : n + 1],
             None,
-            RequestGenerators(5, [row]),
+            RequestGenerators(Sampling(seed=5), [row]),
         )
         assert [int(x) for x in alone] == [int(x[row]) for x in together]
 
@@ -94,7 +94,7 @@ def test_a_corrected_token_is_never_the_refused_greedy_draft():
     target = torch.tensor([0.5, 0.3, 0.2]).expand(20_000, 2, 3)
     drafts = torch.zeros(20_000, 1, dtype=torch.int64)
     count = torch.ones(20_000, dtype=torch.int64)
-    accepted, following = verify_sampled(drafts, count, target, None, RequestGenerators(0, range(20_000)))
+    accepted, following = verify_sampled(drafts, count, target, None, RequestGenerators(Sampling(), range(20_000)))
     rejected = accepted == 0
     assert abs(float(rejected.float().mean()) - 0.5) < 0.015
     assert not (following[rejected] == 0).any()
@@ -118,7 +118,7 @@ def test_tokens_outside_a_reduced_draft_vocabulary_come_from_the_residual():
         torch.ones(runs, dtype=torch.int64),
         target.expand(runs, 2, 3),
         draft.expand(runs, 1, 3),
-        RequestGenerators(0, range(runs)),
+        RequestGenerators(Sampling(), range(runs)),
     )
     first = torch.where(accepted == 1, drafts[:, 0], following)
     assert torch.allclose(first.bincount(minlength=3) / runs, target, atol=0.01)

@@ -1,0 +1,245 @@
+"""Every figure of an evaluation, computed from a DecodeTrace and from nothing else.
+
+Two counts run side by side, and the JSON names both:
+
+- *kept* (`num_accepted_draft_tokens`, the acceptance length, the rates): accepted drafts that the user received.
+  Drafts that an EOS or the length limit cuts off in a request's last round are not in it.
+- *uncut* (`vllm_counters`): what vLLM's scheduler counts, cut-off drafts included. Use it to compare with a server.
+
+`num_spec_steps` follows vLLM: rounds in which at least one token was drafted. A round without a draft (prompt lookup
+found nothing, or one token of room was left) is a plain decoding step; it is in `tokens_per_step`, whose denominator is
+every target pass after the prefill. The prefill's own token belongs to no round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace
+
+BOOTSTRAP_RESAMPLES = 2000
+
+
+def summarise(
+    trace: DecodeTrace,
+    *,
+    target: str,
+    speculator: str,
+    method: str,
+    suite: str,
+    device: str,
+    dtype: str,
+    sampling: Sampling,
+    backend: str = "torch",
+    lossless: dict[str, Any] | None = None,
+    speed: dict[str, Any] | None = None,
+    estimate: dict[str, Any] | None = None,
+    versions: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The result of one evaluation, ready for JSON. `method` is vLLM's name ("eagle3", "ngram") or "plain".
+
+    `lossless` from compare_lossless (None where the law is sampled), `speed` from speed_summary, `estimate` from
+    training.acceptance. Rates without a single round to count are 0.0, the acceptance length is then 1.0.
+    """
+    rounds = drafted_rounds(trace.requests)
+    steps, kept = len(rounds), sum(cycle.kept for cycle in rounds)
+    drafted = sum(len(cycle.drafts) for cycle in rounds)
+    survivors = _survivors([cycle.kept for cycle in rounds], trace.num_draft_tokens)
+    return {
+        "target": target,
+        "speculator": speculator,
+        "method": method,
+        "suite": suite,
+        "backend": backend,
+        "device": device,
+        "dtype": dtype,
+        "num_draft_tokens": trace.num_draft_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "draft_sample_method": sampling.draft_sample_method,
+        "batch_size": trace.batch_size,
+        "seed": sampling.seed,
+        "num_prompts": len(trace.requests),
+        "num_output_tokens": sum(len(request.output_ids) for request in trace.requests),
+        "num_spec_steps": steps,
+        "num_draft_tokens_total": drafted,
+        "num_accepted_draft_tokens": kept,
+        "mean_acceptance_length": 1 + _ratio(kept, steps),
+        "mean_acceptance_length_ci95": list(acceptance_interval(trace.requests)),
+        "tokens_per_step": tokens_per_step(trace.requests),
+        "draft_acceptance_rate": _ratio(kept, drafted),
+        "acceptance_rate_per_position": [_ratio(count, steps) for count in survivors],
+        "conditional_acceptance_rate_per_position": [
+            _ratio(count, before) for before, count in zip([steps, *survivors[:-1]], survivors, strict=True)
+        ],
+        "vllm_counters": vllm_counters(trace),
+        "lossless": lossless,
+        "speed": speed,
+        "estimate": estimate,
+        "by_category": _by_category(trace.requests),
+        "versions": versions or {},
+    }
+
+
+def drafted_rounds(requests: Iterable[RequestTrace]) -> list[Cycle]:
+    """The rounds that vLLM counts: those with at least one drafted token."""
+    return [cycle for request in requests for cycle in request.cycles if cycle.drafts]
+
+
+def tokens_per_step(requests: Iterable[RequestTrace]) -> float:
+    """Tokens the user received per target pass after the prefill, rounds without a draft included; 1.0 without any."""
+    cycles = [cycle for request in requests for cycle in request.cycles]
+    return sum(cycle.emitted for cycle in cycles) / len(cycles) if cycles else 1.0
+
+
+def vllm_counters(trace: DecodeTrace) -> dict[str, Any]:
+    """What vLLM's `vllm:spec_decode_*` counters read after the same run (drafts cut off at the end included)."""
+    rounds = drafted_rounds(trace.requests)
+    accepted = [cycle.accepted for cycle in rounds]
+    return {
+        "num_drafts": len(rounds),
+        "num_draft_tokens": sum(len(cycle.drafts) for cycle in rounds),
+        "num_accepted_tokens": sum(accepted),
+        "num_accepted_tokens_per_pos": _survivors(accepted, trace.num_draft_tokens),
+    }
+
+
+def acceptance_interval(requests: Sequence[RequestTrace], seed: int = 0) -> tuple[float, float]:
+    """95% bootstrap interval of the acceptance length over prompts, sums over sums in every resample.
+
+    Rounds of one prompt resemble each other, so prompts are drawn and not rounds. The seed is fixed: the same trace
+    gives the same interval.
+    """
+    kept = np.array([sum(cycle.kept for cycle in drafted_rounds([request])) for request in requests], dtype=np.int64)
+    steps = np.array([len(drafted_rounds([request])) for request in requests], dtype=np.int64)
+    if steps.sum() == 0:
+        return 1.0, 1.0
+    picks = np.random.default_rng(seed).integers(0, len(requests), size=(BOOTSTRAP_RESAMPLES, len(requests)))
+    kept_R: npt.NDArray[np.int64] = kept[picks].sum(axis=1)
+    steps_R: npt.NDArray[np.int64] = steps[picks].sum(axis=1)
+    lengths = 1 + kept_R[steps_R > 0] / steps_R[steps_R > 0]
+    low, high = np.quantile(lengths, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def compare_lossless(plain: Sequence[RequestTrace], spec: Sequence[RequestTrace]) -> dict[str, Any]:
+    """Token-by-token comparison of greedy outputs of the same requests in the same order.
+
+    `first_divergence` is None, or the first request that differs: its id, the output position, and the token on
+    either side (None where that output had ended). Raises ValueError if the requests are not the same.
+    """
+    if [(r.id, r.prompt_ids) for r in plain] != [(r.id, r.prompt_ids) for r in spec]:
+        raise ValueError("lossless comparison needs the same requests in the same order on both sides")
+    divergences = [
+        _divergence(left, right) for left, right in zip(plain, spec, strict=True) if left.output_ids != right.output_ids
+    ]
+    return {
+        "checked": len(plain),
+        "identical": len(plain) - len(divergences),
+        "first_divergence": divergences[0] if divergences else None,
+    }
+
+
+def speed_summary(plain: Sequence[DecodeTrace], spec: Sequence[DecodeTrace]) -> dict[str, Any]:
+    """The "speed" block from runs over the same prompts, one trace per measuring round, prefill included in the rate.
+
+    tokens_per_second, baseline_tokens_per_second: output tokens over wall seconds; speedup: their quotient.
+    ttft_ms: mean prefill of a batch. tpot_ms: milliseconds between a request's tokens after the first (a batch's rows
+    run side by side, so this is the batch's time per token times its rows).
+    target_step_ms: one target pass over K + 1 rows a request; baseline_target_step_ms: over one row; draft_ms: drafting
+    of one round, all K tokens; verify_ms: the acceptance rule and bookkeeping of one round.
+    """
+    rate, baseline_rate = _tokens_per_second(spec), _tokens_per_second(plain)
+    timings = [trace.timings for trace in spec]
+    batches = sum(-(-len(trace.requests) // trace.batch_size) for trace in spec)
+    rows = min(spec[0].batch_size, len(spec[0].requests))
+    decoded = sum(len(request.output_ids) - 1 for trace in spec for request in trace.requests)
+    target_steps = sum(t.target_steps for t in timings)
+    return {
+        "tokens_per_second": rate,
+        "baseline_tokens_per_second": baseline_rate,
+        "speedup": rate / baseline_rate,
+        "ttft_ms": 1000 * _ratio(sum(t.prefill for t in timings), batches),
+        "tpot_ms": 1000 * rows * _ratio(sum(t.total - t.prefill for t in timings), decoded),
+        "target_step_ms": 1000 * _ratio(sum(t.target for t in timings), target_steps),
+        "baseline_target_step_ms": 1000
+        * _ratio(sum(t.timings.target for t in plain), sum(t.timings.target_steps for t in plain)),
+        "draft_ms": 1000 * _ratio(sum(t.draft for t in timings), sum(t.draft_steps for t in timings)),
+        "verify_ms": 1000 * _ratio(sum(t.verify for t in timings), target_steps),
+        "batch_size": spec[0].batch_size,
+        "rounds": len(spec),
+    }
+
+
+def explain_speed(speed: dict[str, Any], step_tokens: float, num_draft_tokens: int) -> str:
+    """Why this machine gains or does not: S = tau * plain step / (draft + pass over K + 1 rows + verify).
+
+    `step_tokens`: tokens per target pass on the prompts that were timed (tokens_per_step). Source of the model:
+    Leviathan et al. 2023, section 3.3, with measured costs in place of the assumed ones.
+    """
+    plain_ms, target_ms, draft_ms = speed["baseline_target_step_ms"], speed["target_step_ms"], speed["draft_ms"]
+    round_ms = target_ms + draft_ms + speed["verify_ms"]
+    if plain_ms <= 0 or round_ms <= 0:
+        return "No decoding step was timed, so there is no speed to explain."
+    break_even = round_ms / plain_ms
+    cost = (
+        f"A round costs {round_ms:.1f} ms ({target_ms:.1f} for the target's {num_draft_tokens + 1} rows, "
+        f"{draft_ms:.1f} for drafting) where a plain step costs {plain_ms:.1f} ms, so the break-even is "
+        f"{break_even:.2f} tokens per round."
+    )
+    if step_tokens > break_even:
+        return f"{cost} {step_tokens:.2f} are kept: a gain of {step_tokens / break_even:.2f}x is expected."
+    part = "the wider target pass" if target_ms - plain_ms > draft_ms else "drafting"
+    return f"{cost} {step_tokens:.2f} are kept: no gain is expected here, because {part} costs too much."
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _survivors(accepted: Iterable[int], positions: int) -> list[int]:
+    """How many rounds accepted at least 1, 2, ... `positions` drafts."""
+    lengths = list(accepted)
+    return [sum(length > position for length in lengths) for position in range(positions)]
+
+
+def _by_category(requests: Sequence[RequestTrace]) -> dict[str, dict[str, Any]]:
+    """Figures of each named category, in the order of its first request."""
+    groups: dict[str, list[RequestTrace]] = {}
+    for request in requests:
+        if request.category:
+            groups.setdefault(request.category, []).append(request)
+    table = {}
+    for category, members in groups.items():
+        rounds = drafted_rounds(members)
+        table[category] = {
+            "num_prompts": len(members),
+            "num_spec_steps": len(rounds),
+            "mean_acceptance_length": 1 + _ratio(sum(cycle.kept for cycle in rounds), len(rounds)),
+            "mean_acceptance_length_ci95": list(acceptance_interval(members)),
+            "tokens_per_step": tokens_per_step(members),
+        }
+    return table
+
+
+def _divergence(plain: RequestTrace, spec: RequestTrace) -> dict[str, Any]:
+    left, right = plain.output_ids, spec.output_ids
+    shared = min(len(left), len(right))
+    position = next((i for i in range(shared) if left[i] != right[i]), shared)
+    return {
+        "id": plain.id,
+        "position": position,
+        "plain": left[position] if position < len(left) else None,
+        "spec": right[position] if position < len(right) else None,
+    }
+
+
+def _tokens_per_second(traces: Sequence[DecodeTrace]) -> float:
+    tokens = sum(len(request.output_ids) for trace in traces for request in trace.requests)
+    return tokens / sum(trace.timings.total for trace in traces)
