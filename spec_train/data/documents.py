@@ -1,0 +1,76 @@
+"""Token sequences with their response spans: what the responses stage writes and training reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenised conversation (or plain text).
+
+    id         unique within a run
+    input_ids  token ids exactly as rendered or generated; they are never re-tokenised and never padded
+    spans      ascending, disjoint, half-open [start, end) token ranges that the target wrote: the supervised tokens
+    """
+
+    id: str
+    input_ids: list[int]
+    spans: list[tuple[int, int]]
+    category: str = ""
+    source: str = ""
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 for response tokens, 0 elsewhere; as long as `input_ids`."""
+        mask = [0] * len(self.input_ids)
+        for start, end in self.spans:
+            mask[start:end] = [1] * (end - start)
+        return mask
+
+    @property
+    def num_response_tokens(self) -> int:
+        """How many tokens are supervised."""
+        return sum(end - start for start, end in self.spans)
+
+
+def write_documents(path: Path, documents: Iterable[Document]) -> int:
+    """Write one JSON object a line, atomically; returns how many."""
+    temporary = path.with_name(path.name + ".tmp")
+    count = 0
+    with open(temporary, "w", encoding="utf-8") as file:
+        for document in documents:
+            file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
+            count += 1
+    os.replace(temporary, path)
+    return count
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Read what `write_documents` wrote. Raises UserError naming the line of a broken or inconsistent row."""
+    documents = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                documents.append(_document(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}:{number}: not a document ({error}); run the responses stage again") from None
+    return documents
+
+
+def _document(row: dict[str, Any]) -> Document:
+    ids = row["input_ids"]
+    spans = [(start, end) for start, end in row["spans"]]
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise ValueError("input_ids must be token ids")
+    edges = [0, *(edge for span in spans for edge in span), len(ids)]
+    if edges != sorted(edges) or any(start == end for start, end in spans):
+        raise ValueError("spans must be ascending, disjoint and inside input_ids")
+    return Document(row["id"], ids, spans, row.get("category", ""), row.get("source", ""))
