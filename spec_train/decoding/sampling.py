@@ -104,9 +104,9 @@ def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:
 class RequestGenerators:
     """One generator per request, so that a request's tokens do not depend on the batch it happens to run in.
 
-    `sampling.seed` seeds them. `requests`: the indices of the requests in the whole run, one per row. `stream` separates independent uses: the
-    drafts ("draft") must not share random numbers with the test that judges them ("target"), or the rejection rule is
-    biased. Generators live on the CPU, so a seed gives the same numbers on every device.
+    `sampling.seed` seeds them. `requests`: the indices of the requests in the whole run, one per row. `stream` keeps
+    independent uses apart: the drafts ("draft") must not share random numbers with the test that judges them
+    ("target"), or the rejection rule is biased. Generators live on the CPU: a seed means the same on every device.
     """
 
     def __init__(self, sampling: Sampling, requests: Sequence[int], stream: str = "target") -> None:

@@ -76,7 +76,7 @@ def summarise(
         "draft_acceptance_rate": _ratio(kept, drafted),
         "acceptance_rate_per_position": [_ratio(count, steps) for count in survivors],
         "conditional_acceptance_rate_per_position": [
-            _ratio(count, before) for before, count in zip([steps, *survivors[:-1]], survivors, strict=True)
+            _ratio(count, before) for before, count in zip([steps, *survivors], survivors, strict=False)
         ],
         "vllm_counters": vllm_counters(trace),
         "lossless": lossless,

@@ -40,7 +40,8 @@ def test_no_draft_at_all_is_plain_decoding():
     logits = torch.randn(3, 1, 9, generator=torch.Generator().manual_seed(0))
     none, count = torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     accepted, following = verify_greedy(none, count, logits)
-    assert accepted.tolist() == [0, 0, 0] and following.tolist() == logits[:, 0].argmax(-1).tolist()
+    assert accepted.tolist() == [0, 0, 0]
+    assert following.tolist() == logits[:, 0].argmax(-1).tolist()
     probs = target_probs(logits, Sampling(temperature=1.0))
     for draft_probs in (None, torch.zeros(3, 0, 9)):
         accepted, following = verify_sampled(none, count, probs, draft_probs, RequestGenerators(Sampling(), range(3)))
