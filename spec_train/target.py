@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.errors import UserError
-from spec_train.speculators.base import Batch, Features, FeatureSpec
+from spec_train.batch import Batch, Features, FeatureSpec
 
 GROUPED_ATTENTION = "spec_train_grouped"
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
@@ -47,6 +48,8 @@ def grouped_attention(
     groups = heads // kv_heads
     folded = query.reshape(batch, kv_heads, groups * length, dim)
     mask = attention_mask
+    if mask is None and length > 1:  # Transformers leaves the mask out where plain causal attention is meant
+        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)[None, None]
     if mask is not None and groups > 1:
         mask = mask.expand(batch, -1, -1, -1).repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -54,6 +57,7 @@ def grouped_attention(
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 class SlotCache(Cache):
@@ -63,9 +67,8 @@ class SlotCache(Cache):
     drafts therefore need no cropping: they lie beyond every later query until a real token overwrites them.
     """
 
-    def __init__(self, num_layers: int, batch_size: int, max_length: int) -> None:
+    def __init__(self, num_layers: int, max_length: int) -> None:
         super().__init__(layers=[])
-        self.batch_size = batch_size
         self.max_length = max_length
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
@@ -103,7 +106,6 @@ class SlotCache(Cache):
 
     def select(self, rows: Tensor) -> None:
         """Keep only the given rows (int64 indices), in that order."""
-        self.batch_size = int(rows.numel())
         self._keys = [None if k is None else k[rows] for k in self._keys]
         self._values = [None if v is None else v[rows] for v in self._values]
 
@@ -299,9 +301,9 @@ class TargetModel:
         aux = None if states.aux_hidden is None else states.aux_hidden.to(dtype)
         return replace(batch, aux_hidden_BTAH=aux, last_hidden_BTH=states.last_hidden.to(dtype), target_lse_BT=lse)
 
-    def new_cache(self, batch_size: int, max_length: int) -> SlotCache:
-        """An empty cache for `batch_size` requests of at most `max_length` tokens."""
-        return SlotCache(self.num_layers, batch_size, max_length)
+    def new_cache(self, max_length: int) -> SlotCache:
+        """An empty cache for requests of at most `max_length` tokens."""
+        return SlotCache(self.num_layers, max_length)
 
     def step(
         self, input_ids_BS: Tensor, position_BS: Tensor, cache: SlotCache, spec: FeatureSpec, start: int | None = None
@@ -365,7 +367,7 @@ class TargetModel:
         spec = capture or FeatureSpec((), last_hidden=False)
         generators = RequestGenerators(sampling, list(request_indices or range(len(prompts))))
         lengths = [len(prompt) for prompt in prompts]
-        cache = self.new_cache(len(prompts), max(n + r for n, r in zip(lengths, room, strict=True)))
+        cache = self.new_cache(max(n + r for n, r in zip(lengths, room, strict=True)))
         outputs: list[list[int]] = [[] for _ in prompts]
         reasons = ["length"] * len(prompts)
         clock = time.perf_counter()

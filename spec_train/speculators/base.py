@@ -12,76 +12,15 @@ of the same document.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from spec_train.decoding.sampling import Sampling
+from spec_train.batch import Batch, Features, FeatureSpec
 
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """Which hidden states of the target a method needs.
-
-    `aux_layer_ids`: ascending ids in vLLM's numbering: id k is the residual stream after k layers, 0 the embeddings,
-    n (the number of layers) the last layer's output *before* the final norm. `last_hidden`: the state after the final
-    norm, the one the target's output head reads.
-    """
-
-    aux_layer_ids: tuple[int, ...] = ()
-    last_hidden: bool = True
-
-
-@dataclass(frozen=True)
-class Features:
-    """Hidden states of the target. `aux_hidden` [..., A*H] (ascending ids, concatenated), `last_hidden` [..., H]."""
-
-    aux_hidden: Tensor | None
-    last_hidden: Tensor | None
-
-    def select(self, rows: Tensor) -> Features:
-        """The features of chosen rows of the leading dimension."""
-        return Features(
-            None if self.aux_hidden is None else self.aux_hidden[rows],
-            None if self.last_hidden is None else self.last_hidden[rows],
-        )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of packed documents.
-
-    input_ids_BT      int64; padding is found by `document_BT`, never by its id
-    position_BT       int64; restarts at 0 in every document
-    document_BT       int64; the index of the document inside its row, -1 for padding
-    loss_weight_BT    float32; weight of the token *at* this position as a prediction target: 0 for prompt and padding,
-                      1 for response tokens (token mean) or 1/(response tokens of its document) (sequence mean)
-    aux_hidden_BTAH   target states of FeatureSpec.aux_layer_ids, concatenated
-    last_hidden_BTH   target state after its final norm
-    target_lse_BT     float32; logsumexp over the whole target vocabulary of the logits *from* this position
-    row_ids           for each row the ids of its documents, in order
-    """
-
-    input_ids_BT: Tensor
-    position_BT: Tensor
-    document_BT: Tensor
-    loss_weight_BT: Tensor
-    aux_hidden_BTAH: Tensor | None = None
-    last_hidden_BTH: Tensor | None = None
-    target_lse_BT: Tensor | None = None
-    row_ids: tuple[tuple[str, ...], ...] = ()
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in self.__dict__.items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+__all__ = ["Batch", "FeatureSpec", "Features"]  # re-exported: one import for whoever writes a speculator
 
 
 @dataclass(frozen=True)
@@ -143,6 +82,11 @@ class ServingCheckpoint:
     speculators_config: dict[str, Any] | None = None
 
 
+Chooser = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""Picks one draft token per row from draft logits [B, D]: (index [B] int64, float32 law [B, D] it was drawn from, or
+None for the argmax). Made by the decoder from the request's sampling settings, so every method drafts by one rule."""
+
+
 class Proposer(ABC):
     """What the decoder needs: begin a batch of requests, take verified tokens, draft.
 
@@ -161,7 +105,7 @@ class Proposer(ABC):
         """Add verified tokens to `state`, overwriting whatever was drafted at their positions."""
 
     @abstractmethod
-    def propose(self, state: Any, num_draft_tokens: int, sampling: Sampling) -> Proposal:
+    def propose(self, state: Any, num_draft_tokens: int, choose: Chooser) -> Proposal:
         """Draft `num_draft_tokens` tokens after the last committed one. `state` may be scribbled on beyond it."""
 
     @abstractmethod
@@ -199,3 +143,31 @@ class Speculator(nn.Module, Proposer):
     def forward(self, batch: Batch, normalizer: Tensor) -> LossOutput:
         """`loss`, under the name that DDP, FSDP and DeepSpeed hook."""
         return self.loss(batch, normalizer)
+
+
+def response_hits(batch: Batch, hit_BTK: Tensor) -> list[ResponseHits]:
+    """Cut hits by position ([B, T, K], position p drafts p+2 ...) into responses, one for each supervised span.
+
+    A response at positions s .. e-1 has decoding states p = s-1 .. e-3: the token at p+1 is known, p+2 is drafted.
+    Depths that would read beyond the response are never hits.
+    """
+    out: list[ResponseHits] = []
+    supervised = (batch.loss_weight_BT > 0).tolist()
+    documents = batch.document_BT.tolist()
+    starts_document = (batch.position_BT == 0).tolist()
+    for row, (flags, docs) in enumerate(zip(supervised, documents, strict=True)):
+        start = None
+        # Nothing predicts the first token of a document.
+        flags = [flag and not first for flag, first in zip(flags, starts_document[row], strict=True)]
+        for t in range(len(flags) + 1):
+            inside = t < len(flags) and flags[t] and (start is None or docs[t] == docs[start])
+            if inside and start is None:
+                start = t
+            elif not inside and start is not None:
+                name = batch.row_ids[row][docs[start]] if batch.row_ids else str(docs[start])
+                states = hit_BTK[row, start - 1 : t - 2].clone() if t - start > 1 else hit_BTK[row, :0]
+                for m in range(states.shape[0]):  # state m+1 tokens known: depth k drafts response token m+1+k
+                    states[m, max(0, t - start - 1 - m) :] = False
+                out.append(ResponseHits(name, states))
+                start = t if t < len(flags) and flags[t] else None
+    return out

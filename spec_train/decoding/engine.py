@@ -1,0 +1,274 @@
+"""Lossless speculative decoding: draft, verify, commit, again. The reference that every metric comes from.
+
+One round of one request, with n tokens known (prompt included) and the last of them not yet in the target's cache:
+
+    draft    the proposer offers x_n ... x_{n+K-1}
+    verify   one target pass over [x_{n-1}, drafts] at positions n-1 ... n-1+K; row i is the target's law for x_{n+i}
+    accept   the leading drafts that the rule keeps, then the corrected or bonus token
+    commit   the verified tokens and the target's states go to the proposer; rejected entries of the cache lie beyond
+             every later query until real tokens overwrite them, so nothing is rolled back
+
+A batch holds requests at different positions; rows that finish ride along until dropping them pays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
+from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
+from spec_train.decoding.verify import verify_greedy, verify_sampled
+from spec_train.errors import UserError
+from spec_train.speculators.base import Chooser, Committed, Proposal, Proposer
+from spec_train.target import GenerationTimings, SlotCache, TargetModel
+
+Progress = Callable[[int], None]  # called with the tokens emitted since the last call
+
+
+def plain_decode(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    ids: Sequence[str] | None = None,
+    categories: Sequence[str] | None = None,
+    on_progress: Progress | None = None,
+) -> DecodeTrace:
+    """Decode without speculation: the baseline in speed and the reference in text."""
+    requests = _requests(prompts, ids, categories)
+    timings = Timings()
+    started = time.perf_counter()
+    for chunk in _chunks(prompts, batch_size):
+        spent, seen = GenerationTimings(), [0]
+
+        def report(total: int, seen: list[int] = seen) -> None:
+            if on_progress:
+                on_progress(total - seen[0])
+            seen[0] = total
+
+        answers = target.generate(
+            [prompts[i] for i in chunk], sampling, max_new_tokens, request_indices=chunk, on_token=report, timings=spent
+        )
+        for i, answer in zip(chunk, answers, strict=True):
+            requests[i].output_ids, requests[i].finish_reason = answer.output_ids, answer.finish_reason
+        timings.prefill += spent.prefill
+        timings.target += spent.decode
+        timings.target_steps += spent.steps
+    timings.total = time.perf_counter() - started
+    return DecodeTrace(requests, timings, num_draft_tokens=0, batch_size=batch_size)
+
+
+def speculative_decode(
+    target: TargetModel,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int,
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    ids: Sequence[str] | None = None,
+    categories: Sequence[str] | None = None,
+    on_progress: Progress | None = None,
+) -> DecodeTrace:
+    """Decode `prompts` (token ids) with K = `num_draft_tokens` drafts a round.
+
+    Requests keep their order in the trace; batches are formed by prompt length. Under sampling each request draws
+    from its own generator, so its tokens do not depend on the batch.
+
+    Raises UserError for an empty prompt, one that fills the target's context, or K < 1.
+    """
+    if num_draft_tokens < 1:
+        raise UserError(f"num_draft_tokens is {num_draft_tokens}: give at least 1")
+    requests = _requests(prompts, ids, categories)
+    timings = Timings()
+    started = time.perf_counter()
+    for chunk in _chunks(prompts, batch_size):
+        batch = _Round(target, proposer, [requests[i] for i in chunk], chunk, num_draft_tokens, sampling, max_new_tokens, timings)
+        while batch.rows:
+            emitted = batch.advance()
+            if on_progress:
+                on_progress(emitted)
+    timings.total = time.perf_counter() - started
+    return DecodeTrace(requests, timings, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
+
+
+@dataclass
+class _Row:
+    """A request in a batch: its trace, tokens it may still emit in all, tokens known so far, whether it is done."""
+
+    request: RequestTrace
+    room: int
+    known: int
+    done: bool = False
+
+
+class _Round:
+    """A batch of requests in flight. `advance` runs one draft-verify round for all of them."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        proposer: Proposer,
+        requests: list[RequestTrace],
+        indices: Sequence[int],
+        num_draft_tokens: int,
+        sampling: Sampling,
+        max_new_tokens: int,
+        timings: Timings,
+    ) -> None:
+        self.target, self.proposer, self.sampling = target, proposer, sampling
+        self.num_draft_tokens, self.timings = num_draft_tokens, timings
+        self.device = target.device
+        prompts = [request.prompt_ids for request in requests]
+        rooms = [min(max_new_tokens, target.max_length - len(prompt)) for prompt in prompts]
+        for prompt, room in zip(prompts, rooms, strict=True):
+            if not prompt or room < 1:
+                raise UserError(
+                    f"a prompt of {len(prompt)} tokens cannot be decoded: it needs 1 to {target.max_length - 1} tokens and room"
+                )
+        self.rows = [_Row(request, room, len(prompt)) for request, room, prompt in zip(requests, rooms, prompts, strict=True)]
+        self.draws = RequestGenerators(sampling, indices)
+        self.draft_draws = RequestGenerators(sampling, indices, stream="draft")
+        capacity = max(row.known + row.room for row in self.rows) + num_draft_tokens + 1
+        self.cache: SlotCache = target.new_cache(capacity)
+        clock = time.perf_counter()
+        hidden_BH, features = target.prefill(prompts, self.cache, proposer.feature_spec)
+        logits = target.logits(hidden_BH)
+        first_B = logits.argmax(-1) if sampling.greedy else self.draws.draw_rows(target_probs(logits, sampling))
+        timings.prefill += time.perf_counter() - clock
+        width = max(map(len, prompts))
+        token_BS = torch.zeros(len(prompts), width, dtype=torch.long)
+        for b, (row, token) in enumerate(zip(self.rows, first_B.tolist(), strict=True)):
+            sequence = [*row.request.prompt_ids[1:], token]
+            token_BS[b, : len(sequence)] = torch.tensor(sequence)
+            self._emit(row, [token])
+        position_BS = torch.arange(width, device=self.device).expand(len(prompts), -1)
+        count_B = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        self.committed = Committed(token_BS.to(self.device), position_BS, count_B, features)
+        self.state: Any = proposer.begin(prompts, capacity)
+        self.last_B = first_B
+        self._drop_finished()
+
+    def advance(self) -> int:
+        """Draft, verify, accept, commit once; returns the number of tokens emitted."""
+        clock = time.perf_counter()
+        self.proposer.commit(self.state, self.committed)
+        proposal = self._within_context(self.proposer.propose(self.state, self.num_draft_tokens, self._choose))
+        drafted = time.perf_counter()
+        width = int(proposal.count_B.max())
+        draft_BK = proposal.token_BK[:, :width]
+        start_B = torch.tensor([row.known - 1 for row in self.rows], device=self.device)
+        position_BQ = start_B[:, None] + torch.arange(width + 1, device=self.device)
+        tokens_BQ = torch.cat([self.last_B[:, None], draft_BK], dim=1)
+        hidden_BQH, features = self.target.step(tokens_BQ, position_BQ, self.cache, self.proposer.feature_spec)
+        logits_BQV = self.target.logits(hidden_BQH)
+        passed = time.perf_counter()
+        if self.sampling.greedy:
+            accepted_B, next_B = verify_greedy(draft_BK, proposal.count_B, logits_BQV)
+        else:
+            laws = None if proposal.probs_BKV is None else proposal.probs_BKV[:, :width]
+            probs_BQV = target_probs(logits_BQV, self.sampling)
+            accepted_B, next_B = verify_sampled(draft_BK, proposal.count_B, probs_BQV, laws, self.draws)
+        emitted = self._record(draft_BK, proposal.count_B, accepted_B, next_B)
+        # Beside position n-1+i stands token x_{n+i}: the accepted drafts, then the corrected or bonus token.
+        token_BQ = torch.cat([draft_BK, torch.zeros_like(next_B)[:, None]], dim=1).scatter(1, accepted_B[:, None], next_B[:, None])
+        self.committed = Committed(token_BQ, position_BQ, accepted_B + 1, features)
+        self.last_B = next_B
+        done = time.perf_counter()
+        self.timings.draft += drafted - clock
+        self.timings.target += passed - drafted
+        self.timings.verify += done - passed
+        self.timings.target_steps += 1
+        self.timings.draft_steps += 1
+        self._drop_finished()
+        return emitted
+
+    @property
+    def _choose(self) -> Chooser:
+        """How drafts are picked: the argmax, or a draw from the draft's own filtered law."""
+        if self.sampling.greedy or self.sampling.draft_sample_method == "greedy":
+            return lambda logits_BD: (logits_BD.argmax(-1), None)
+
+        def draw(logits_BD: Tensor) -> tuple[Tensor, Tensor | None]:
+            probs_BD = target_probs(logits_BD, self.sampling)
+            return self.draft_draws.draw_rows(probs_BD), probs_BD
+
+        return draw
+
+    def _within_context(self, proposal: Proposal) -> Proposal:
+        """No draft may stand beyond the target's context."""
+        room_B = torch.tensor([self.target.max_length - row.known for row in self.rows], device=self.device)
+        return replace(proposal, count_B=torch.minimum(proposal.count_B, room_B.clamp(min=0)))
+
+    def _record(self, draft_BK: Tensor, count_B: Tensor, accepted_B: Tensor, next_B: Tensor) -> int:
+        """Write the round into each live request's trace; returns the tokens emitted."""
+        emitted = 0
+        columns = zip(self.rows, draft_BK.tolist(), count_B.tolist(), accepted_B.tolist(), next_B.tolist(), strict=True)
+        for row, drafts, count, accepted, token in columns:
+            if row.done:
+                continue
+            new = self._emit(row, [*drafts[:accepted], token])
+            row.request.cycles.append(Cycle(drafts[:count], accepted, min(accepted, new), new))
+            emitted += new
+        # A finished row rides along where it stands: its next round rewrites the same slots.
+        return emitted
+
+    def _emit(self, row: _Row, tokens: list[int]) -> int:
+        """Give the user `tokens` up to the first EOS and the length limit; returns how many that were."""
+        output, before = row.request.output_ids, len(row.request.output_ids)
+        for token in tokens:
+            output.append(token)
+            if token in self.target.eos_token_ids:
+                row.request.finish_reason = "stop"
+                row.done = True
+                break
+            if len(output) == row.room:
+                row.done = True
+                break
+        if not row.done:
+            row.known += len(tokens)
+        return len(output) - before
+
+    def _drop_finished(self) -> None:
+        """Forget finished rows once they are a fifth of the batch, or all of it."""
+        live = [i for i, row in enumerate(self.rows) if not row.done]
+        if not live:
+            self.rows = []
+            return
+        if len(live) > 0.8 * len(self.rows):
+            return
+        chosen = torch.tensor(live, device=self.device)
+        self.rows = [self.rows[i] for i in live]
+        self.cache.select(chosen)
+        self.state = self.proposer.select(self.state, chosen)
+        self.draws, self.draft_draws = self.draws.select(live), self.draft_draws.select(live)
+        self.last_B = self.last_B[chosen]
+        c = self.committed
+        self.committed = Committed(c.token_BS[chosen], c.position_BS[chosen], c.count_B[chosen], c.features.select(chosen))
+
+
+def _requests(prompts: Sequence[Sequence[int]], ids: Sequence[str] | None, categories: Sequence[str] | None) -> list[RequestTrace]:
+    return [
+        RequestTrace(ids[i] if ids else str(i), list(prompt), category=categories[i] if categories else "")
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _chunks(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Indices of the prompts in batches of similar length; in the given order for batch size 1."""
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: give at least 1")
+    order = list(range(len(prompts)))
+    if batch_size > 1:
+        order.sort(key=lambda i: (len(prompts[i]), i))
+    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+

@@ -1,0 +1,692 @@
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one decoder layer that drafts from the target's own hidden states.
+
+Equations (g_p: states of A target layers at position p, x: tokens, W_fc: H x A*H_target, no bias)
+
+    f^0_p   = W_fc [g^1_p; ...; g^A_p]
+    u^k_p   = [RMS_in(Emb(x_{p+1+k})); RMS_hid(f^k_p)]                      the layer's attention reads 2H
+    h^k_p   = Layer(u^k_p, residual f^k_p) at RoPE position p+k
+    logits  = W_head RMS_norm(h^k_p) over the draft vocabulary               drafts token p+2+k
+    f^{k+1}_p = h^k_p                                                        the recurrent state is pre-norm
+
+Training-time test (TTT): depth k > 0 runs on the draft's own states, as in serving. A query (k, p) attends to the
+depth-0 entries of every position up to p, which come from the target, and to its own entries (1, p) ... (k, p); the
+mask is [causal | I | I ...]. The extra terms are plain dot products, so no square mask is built for them. Keys and
+values are computed at every position, queries only where some depth is supervised.
+
+EAGLE-3.1 options: `norm_before_fc` (RMSNorm over the concatenation), `fc_norm` (one RMSNorm per aux state),
+`norm_output` (feed the normed state back), `norm_before_residual` (the residual is RMS_hid(f)).
+
+Shape legend: see `base.py`; further Q query positions, h heads, g key/value heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from spec_train.batch import Batch, FeatureSpec
+from spec_train.errors import UserError
+from spec_train.speculators.base import (
+    Chooser,
+    Committed,
+    LossOutput,
+    Proposal,
+    ResponseHits,
+    ServingCheckpoint,
+    Speculator,
+    response_hits,
+)
+from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs
+from spec_train.target import SlotCache, TargetModel, grouped_attention
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Geometry (from the target) and options (from the recipe) of a head; saved beside every checkpoint."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    num_layers: int = 1
+    ttt_steps: int = 4
+    step_decay: float = 0.8
+    loss: LossKind = "kl"
+    lk_eta: float = 3.0
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    gradient_checkpointing: bool = False
+    hidden_act: Literal["silu"] = field(default="silu")
+
+    def llama(self) -> LlamaConfig:
+        """The head's layer as a LlamaConfig (rotary embedding, serving config)."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=dict(self.rope_parameters),
+            max_position_embeddings=self.max_position_embeddings,
+            hidden_act=self.hidden_act,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=False,
+        )
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """vLLM's default (2, n//2, n-3) where those are distinct, else three ids spread over a shallow target."""
+    ids = tuple(sorted({2, num_layers // 2, num_layers - 3}))
+    if len(ids) == 3 and ids[0] > 0:
+        return ids
+    return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of one layer; `input_size` is 2H in the first layer and H in further ones."""
+
+    def __init__(self, config: Eagle3Config, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(input_size, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+
+    def queries(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, h, S, d], rotated."""
+        q = self.q_proj(x_BSU).unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
+        return apply_rotary_pos_emb(q, q, cos.to(q.dtype), sin.to(q.dtype))[0]
+
+    def keys_values(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, g, S, d] each, keys rotated."""
+        k = self.k_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
+        v = self.v_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
+        return apply_rotary_pos_emb(k, k, cos.to(k.dtype), sin.to(k.dtype))[0], v
+
+
+def ttt_attention(q_BhQd: Tensor, keys: Tensor, values: Tensor, mask_BQT: Tensor, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention over the depth-0 entries [B, g, T, d] under `mask_BQT` and over each query's own deeper entries.
+
+    `own` holds one ([B, g, Q, d], [B, g, Q, d]) pair per depth already drafted, diagonal by construction.
+    Returns [B, Q, h*d].
+    """
+    batch, heads, length, dim = q_BhQd.shape
+    kv_heads, total = keys.shape[1], keys.shape[2]
+    groups = heads // kv_heads
+    q = (q_BhQd * dim**-0.5).reshape(batch, kv_heads, groups * length, dim)
+    scores = (q @ keys.transpose(-1, -2)).view(batch, kv_heads, groups, length, total)
+    scores = scores.masked_fill(~mask_BQT[:, None, None], torch.finfo(scores.dtype).min)
+    q = q.view(batch, kv_heads, groups, length, dim)
+    if own:
+        diagonal = torch.stack([(q * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
+        scores = torch.cat([scores, diagonal.to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1)
+    context = weights[..., :total].reshape(batch, kv_heads, groups * length, total) @ values
+    context = context.view(batch, kv_heads, groups, length, dim)
+    for i, (_, v) in enumerate(own):
+        context = context + weights[..., total + i, None] * v[:, :, None]
+    return context.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch, length, heads * dim)
+
+
+class DraftLayer(nn.Module):
+    """A Llama layer; the first one reads [normed embedding; normed hidden] in its attention."""
+
+    def __init__(self, config: Eagle3Config, first: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.first = first
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)
+        if first:
+            self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, 2 * size if first else size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(size, config.intermediate_size, bias=False),
+                "up_proj": nn.Linear(size, config.intermediate_size, bias=False),
+                "down_proj": nn.Linear(config.intermediate_size, size, bias=False),
+            }
+        )
+
+    def attention_input(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the attention reads, the residual it is added to)."""
+        if not self.first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embedding.to(normed.dtype)), normed], dim=-1)
+        return both, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, context: Tensor) -> Tensor:
+        """Output projection, residual, MLP."""
+        x = residual + self.self_attn.o_proj(context)
+        y = self.post_attention_layernorm(x)
+        gated = F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y)
+        return x + self.mlp["down_proj"](gated)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Positions that some depth supervises, gathered per row and right-padded.
+
+    index_BQ int64 positions in the row; predicted_BQK the position each depth predicts (clamped into the row);
+    weight_BQK float32 loss weight of that token, 0 where the document has ended or the query is padding.
+    """
+
+    index_BQ: Tensor
+    valid_BQ: Tensor
+    predicted_BQK: Tensor
+    weight_BQK: Tensor
+
+
+def _queries(batch: Batch, depths: int, everywhere: bool) -> _Queries:
+    """Which positions draft, and what each depth is held against. `everywhere` keeps every position as a query."""
+    document, weight = batch.document_BT, batch.loss_weight_BT
+    rows, length = document.shape
+    index_T = torch.arange(length, device=document.device)
+    predicted_TK = index_T[:, None] + 2 + torch.arange(depths, device=document.device)
+    inside = predicted_TK < length
+    predicted_TK = predicted_TK.clamp(max=length - 1)
+    same = (document[:, predicted_TK] == document[:, :, None]) & (document >= 0)[:, :, None] & inside
+    weight_BTK = weight[:, predicted_TK] * same
+    wanted = torch.ones_like(document, dtype=torch.bool) if everywhere else (weight_BTK > 0).any(-1)
+    count_B = wanted.sum(1)
+    width = max(1, int(count_B.max()))
+    order = torch.argsort(~wanted, dim=1, stable=True)[:, :width]  # wanted positions first, ascending
+    valid = torch.arange(width, device=document.device)[None] < count_B[:, None]
+    weight_BQK = weight_BTK.gather(1, order[..., None].expand(-1, -1, depths)) * valid[..., None]
+    return _Queries(order, valid, predicted_TK[order], weight_BQK)
+
+
+@dataclass
+class _State:
+    """Drafting state: key/value slots by position, the last committed output and its position."""
+
+    cache: SlotCache
+    hidden_BH: Tensor
+    position_B: Tensor
+
+
+class Eagle3(Speculator):
+    """The head. Trained: fc, layers, norm, lm_head. Borrowed from the target: the embedding, rows of its output head."""
+
+    def __init__(self, config: Eagle3Config, draft_ids_D: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.num_depths = config.ttt_steps
+        self.feature_spec = FeatureSpec(config.aux_layer_ids, last_hidden=True)
+        num_aux, width = len(config.aux_layer_ids), config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(num_aux * width, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList([RMSNorm(width, config.rms_norm_eps) for _ in range(num_aux)])
+        self.fc = nn.Linear(num_aux * width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([DraftLayer(config, first=i == 0) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config.llama())
+        self.d2t: Tensor
+        self.embedding_VH: Tensor
+        self.target_head_DH: Tensor
+        self.register_buffer("d2t", draft_ids_D - torch.arange(len(draft_ids_D)))
+        # Looked up by target id: the index in the draft vocabulary, -1 outside.
+        index = torch.full((config.vocab_size,), -1, dtype=torch.long)
+        index[draft_ids_D] = torch.arange(len(draft_ids_D))
+        self.register_buffer("draft_index_V", index, persistent=False)
+        self.register_buffer("embedding_VH", torch.empty(0), persistent=False)
+        self.register_buffer("target_head_DH", torch.empty(0), persistent=False)
+
+    @property
+    def draft_ids_D(self) -> Tensor:
+        """Target ids of the draft vocabulary, ascending."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    # ------------------------------------------------------------------ construction
+    @classmethod
+    def from_target(cls, config: Eagle3Config, target: TargetModel, draft_ids_D: Tensor, init: str, seed: int) -> Eagle3:
+        """A fresh head: output rows and final norm from the target, the layer from its last layer where it fits."""
+        generator = torch.Generator().manual_seed(seed)
+        head = cls(config, draft_ids_D)
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+        head.borrow(target)
+        with torch.no_grad():
+            if config.hidden_size == target.hidden_size:
+                # Start near the last aux state: the others join as their columns grow.
+                head.fc.weight.mul_(0.25)[:, -target.hidden_size :] += torch.eye(target.hidden_size)
+                head.lm_head.weight.copy_(target.lm_head.weight[draft_ids_D.to(target.device)].float())
+            if init == "target_layer":
+                _copy_last_layer(head, target)
+        return head
+
+    def borrow(self, target: TargetModel) -> None:
+        """Take the frozen embedding and output rows of the target (shared storage where dtype and device agree)."""
+        self._target = (target,)  # in a tuple: the target must not become a submodule
+        device = self.d2t.device
+        self.embedding_VH = target.embedding.weight.detach().to(device)  # type: ignore[union-attr, operator]
+        rows = target.lm_head.weight.detach()[self.draft_ids_D.to(target.device)]  # type: ignore[union-attr, index]
+        self.target_head_DH = rows.to(device)
+
+    @property
+    def target(self) -> TargetModel:
+        """The target this head was built for."""
+        return self._target[0]
+
+    # ------------------------------------------------------------------ shared forward pieces
+    def project(self, aux_hidden: Tensor) -> Tensor:
+        """f^0 [..., H] from concatenated aux states [..., A*H_target]."""
+        x = aux_hidden.to(self.fc.weight.dtype) if not torch.is_autocast_enabled(aux_hidden.device.type) else aux_hidden
+        if self.config.norm_before_fc:
+            x = self.input_norm(x)
+        if self.config.fc_norm:
+            chunks = x.chunk(len(self.config.aux_layer_ids), dim=-1)
+            x = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        out: Tensor = self.fc(x)
+        return out
+
+    def feed_back(self, hidden: Tensor) -> Tensor:
+        """What the next depth reads: the layer's output, normed only with `norm_output`."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def _cos_sin(self, like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(like.float(), position)
+        return cos, sin
+
+    # ------------------------------------------------------------------ training pass
+    def unroll(self, batch: Batch, queries: _Queries, depths: int) -> Iterator[Tensor]:
+        """Normed states [B, Q, H] of each depth, ready for the output head."""
+        assert batch.aux_hidden_BTAH is not None
+        ids, position = batch.input_ids_BT, batch.position_BT
+        length = ids.shape[1]
+        f_BTH = self.project(batch.aux_hidden_BTAH)
+        next_ids = F.pad(ids[:, 1:], (0, 1))
+        rows = torch.arange(ids.shape[0], device=ids.device)[:, None]
+        index = queries.index_BQ
+        document = batch.document_BT
+        mask_BQT = document[rows, index][:, :, None] == document[:, None, :]
+        mask_BQT = mask_BQT & (torch.arange(length, device=ids.device)[None, None] <= index[:, :, None])
+        hidden, query_position = f_BTH[rows, index], position[rows, index]
+        cos_sin_T = self._cos_sin(f_BTH, position)
+        embedding_BTH = F.embedding(next_ids, self.embedding_VH)
+        embedding = F.embedding(ids[rows, (index + 1).clamp(max=length - 1)], self.embedding_VH)
+        cos_sin = self._cos_sin(hidden, query_position)
+        hidden, entries = self._first_depth(hidden, embedding, cos_sin, f_BTH, embedding_BTH, cos_sin_T, mask_BQT)
+        yield self.norm(hidden)
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        for k in range(1, depths):
+            hidden = self.feed_back(hidden)
+            embedding = F.embedding(ids[rows, (index + 1 + k).clamp(max=length - 1)], self.embedding_VH)
+            cos_sin = self._cos_sin(hidden, query_position + k)
+            if self.config.gradient_checkpointing and torch.is_grad_enabled():
+                hidden, new = checkpoint(
+                    self._next_depth, hidden, embedding, cos_sin, entries, [list(o) for o in own], mask_BQT, use_reentrant=False
+                )
+            else:
+                hidden, new = self._next_depth(hidden, embedding, cos_sin, entries, own, mask_BQT)
+            for entry, layer_own in zip(new, own, strict=True):
+                layer_own.append(entry)
+            yield self.norm(hidden)
+
+    def _first_depth(
+        self,
+        hidden_BQH: Tensor,
+        embedding_BQH: Tensor,
+        cos_sin_Q: tuple[Tensor, Tensor],
+        f_BTH: Tensor,
+        embedding_BTH: Tensor,
+        cos_sin_T: tuple[Tensor, Tensor],
+        mask_BQT: Tensor,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Depth 0: (outputs at the queries, each layer's keys and values at every position).
+
+        With several layers every position is a query, so a later layer's input is known at every key.
+        """
+        x, entries = hidden_BQH, []
+        for i, layer in enumerate(self.layers):
+            read, residual = layer.attention_input(embedding_BQH, x)
+            source = layer.attention_input(embedding_BTH, f_BTH)[0] if i == 0 else read
+            entries.append(layer.self_attn.keys_values(source, *cos_sin_T))
+            q = layer.self_attn.queries(read, *cos_sin_Q)
+            x = layer.finish(residual, ttt_attention(q, *entries[i], mask_BQT, []))
+        return x, entries
+
+    def _next_depth(
+        self,
+        hidden_BQH: Tensor,
+        embedding_BQH: Tensor,
+        cos_sin_Q: tuple[Tensor, Tensor],
+        entries: list[tuple[Tensor, Tensor]],
+        own: list[list[tuple[Tensor, Tensor]]],
+        mask_BQT: Tensor,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Depth k > 0 on the draft's own states: (outputs, this depth's own key and value in each layer)."""
+        x, new = hidden_BQH, []
+        for i, layer in enumerate(self.layers):
+            read, residual = layer.attention_input(embedding_BQH, x)
+            new.append(layer.self_attn.keys_values(read, *cos_sin_Q))
+            q = layer.self_attn.queries(read, *cos_sin_Q)
+            x = layer.finish(residual, ttt_attention(q, *entries[i], mask_BQT, [*own[i], new[i]]))
+        return x, new
+
+    def supervised_counts(self, batch: Batch) -> Tensor:
+        """See `Speculator.supervised_counts`."""
+        return _queries(batch, self.num_depths, everywhere=False).weight_BQK.double().sum((0, 1))
+
+    def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
+        """Sum over depths of decay^k * (weighted mean of the head loss). Metrics by depth: loss, alpha, hit."""
+        config = self.config
+        assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
+        queries = _queries(batch, self.num_depths, everywhere=config.num_layers > 1)
+        rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
+        depth_weight = config.step_decay ** torch.arange(self.num_depths, device=normalizer.device) / normalizer.clamp(min=1e-9)
+        depth_weight = torch.where(normalizer > 0, depth_weight, torch.zeros_like(depth_weight)).float()
+        target_probs_MD, probs_index_BT = self._target_probs(batch, queries)
+        total: Tensor = torch.zeros((), device=batch.input_ids_BT.device)
+        sums: dict[str, list[Tensor]] = {"loss": [], "alpha": [], "hit": []}
+        counts = []
+        for k, state_BQH in enumerate(self.unroll(batch, queries, self.num_depths)):
+            weight_BQ = queries.weight_BQK[..., k]
+            chosen = weight_BQ > 0
+            predicted = queries.predicted_BQK[..., k]
+            label_N = self.draft_index_V[batch.input_ids_BT[rows, predicted][chosen]]
+            weight_N = weight_BQ[chosen]
+            out = fused_head_loss(
+                state_BQH[chosen],
+                self.lm_head.weight,
+                target_probs_MD[probs_index_BT[rows, predicted - 1][chosen]],
+                weight_N * depth_weight[k],
+                label_N,
+                config.loss,
+                config.lk_eta,
+            )
+            total = total + out.total
+            for name, value_N in (("loss", out.loss_N), ("alpha", out.alpha_N), ("hit", out.hit_N)):
+                sums[name].append((value_N.double() * weight_N).sum())
+            counts.append(weight_N.double().sum())
+        count_K = torch.stack(counts)
+        return LossOutput(
+            total, {name: torch.stack(values) for name, values in sums.items()}, {name: count_K for name in sums}
+        )
+
+    @torch.no_grad()
+    def _target_probs(self, batch: Batch, queries: _Queries) -> tuple[Tensor, Tensor]:
+        """(target probabilities [M, D] of every supervised token, index_BT of the row for the position it comes from).
+
+        A token at position t is predicted by the target's state at t-1; depths share one copy of each distribution.
+        """
+        assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
+        rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
+        needed = torch.zeros_like(batch.input_ids_BT, dtype=torch.bool)
+        source_BQK = queries.predicted_BQK - 1
+        supervised = queries.weight_BQK > 0
+        needed[rows[..., None].expand_as(source_BQK)[supervised], source_BQK[supervised]] = True
+        index_BT = needed.flatten().cumsum(0).view_as(needed) - 1
+        device_type = batch.input_ids_BT.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+        with torch.autocast(device_type, enabled=False):
+            logits = batch.last_hidden_BTH[needed].to(dtype) @ self.target_head_DH.to(dtype).T
+            probs = restricted_target_probs(self.target.scale_logits(logits), batch.target_lse_BT[needed], dtype)
+        return probs, index_BT
+
+    @torch.no_grad()
+    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+        """See `Speculator.draft_hits`. Depths beyond `ttt_steps` are unrolled the same way."""
+        queries = _queries(batch, num_draft_tokens, everywhere=self.config.num_layers > 1)
+        rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
+        hit_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, dtype=torch.bool, device=rows.device)
+        for k, state_BQH in enumerate(self.unroll(batch, queries, num_draft_tokens)):
+            best = torch.cat([self.lm_head(part).argmax(-1) for part in state_BQH.split(1)])
+            drafted = best + self.d2t[best]
+            token = batch.input_ids_BT[rows, queries.predicted_BQK[..., k]]
+            hit = (drafted == token) & (queries.weight_BQK[..., k] > 0)
+            hit_BTK[..., k].scatter_(1, queries.index_BQ, hit & queries.valid_BQ)
+        return response_hits(batch, hit_BTK.cpu())
+
+    # ------------------------------------------------------------------ decoding
+    @torch.no_grad()
+    def begin(self, prompts: list[list[int]], max_length: int) -> _State:
+        """See `Proposer.begin`."""
+        device, size = self.d2t.device, len(prompts)
+        cache = SlotCache(self.config.num_layers, max_length)
+        hidden = torch.zeros(size, self.config.hidden_size, device=device, dtype=self.fc.weight.dtype)
+        return _State(cache, hidden, torch.full((size,), -1, device=device))
+
+    @torch.no_grad()
+    def commit(self, state: _State, committed: Committed) -> None:
+        """See `Proposer.commit`. Verified rows are recomputed from the target's states, never from drafted ones."""
+        assert committed.features.aux_hidden is not None
+        f_BSH = self.project(committed.features.aux_hidden)
+        out_BSH = self._cached_layers(f_BSH, committed.token_BS, committed.position_BS, state.cache)
+        rows, last = torch.arange(out_BSH.shape[0], device=out_BSH.device), committed.count_B - 1
+        state.hidden_BH, state.position_B = out_BSH[rows, last], committed.position_BS[rows, last]
+
+    @torch.no_grad()
+    def propose(self, state: _State, num_draft_tokens: int, choose: Chooser) -> Proposal:
+        """See `Proposer.propose`."""
+        hidden_BH, tokens, laws = state.hidden_BH, [], []
+        for k in range(num_draft_tokens):
+            if k > 0:
+                f_B1H = self.feed_back(hidden_BH)[:, None]
+                position_B1 = (state.position_B + k)[:, None]
+                hidden_BH = self._cached_layers(f_B1H, tokens[-1][:, None], position_B1, state.cache)[:, 0]
+            index_B, probs_BD = choose(self.lm_head(self.norm(hidden_BH)))
+            tokens.append(index_B + self.d2t[index_B])
+            if probs_BD is not None:
+                law = probs_BD.new_zeros(probs_BD.shape[0], self.config.vocab_size)
+                laws.append(law.index_copy_(1, self.draft_ids_D, probs_BD))
+        count = torch.full_like(state.position_B, num_draft_tokens)
+        return Proposal(torch.stack(tokens, 1), count, torch.stack(laws, 1) if laws else None)
+
+    def select(self, state: _State, rows: Tensor) -> _State:
+        """See `Proposer.select`."""
+        state.cache.select(rows)
+        return _State(state.cache, state.hidden_BH[rows], state.position_B[rows])
+
+    def _cached_layers(self, f_BSH: Tensor, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
+        """Layer outputs [B, S, H] for (token, state) pairs at their positions, on top of the cached ones."""
+        limit = int(position_BS.max()) + 1
+        cache.place(position_BS, None, limit)
+        mask = (torch.arange(limit, device=position_BS.device)[None, None] <= position_BS[:, :, None])[:, None]
+        embedding = F.embedding(token_BS, self.embedding_VH)
+        cos_sin = self._cos_sin(f_BSH, position_BS)
+        x = f_BSH
+        for i, layer in enumerate(self.layers):
+            read, residual = layer.attention_input(embedding, x)
+            keys, values = cache.update(*layer.self_attn.keys_values(read, *cos_sin), i)
+            context, _ = grouped_attention(layer, layer.self_attn.queries(read, *cos_sin), keys, values, mask)
+            x = layer.finish(residual, context.flatten(2))
+        return x
+
+    # ------------------------------------------------------------------ serving
+    def serving(self) -> ServingCheckpoint:
+        """Plain `method=eagle3` names and the speculators form; see the vLLM contract in `serving/contract.py`."""
+        config = self.config
+        tensors = {name: value for name, value in self.state_dict().items() if name != "d2t"}
+        reduced = config.draft_vocab_size != config.vocab_size
+        if reduced:
+            tensors["d2t"] = self.d2t
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=self.d2t.device)
+            tensors["t2d"][self.draft_ids_D] = True
+        ids = list(config.aux_layer_ids)
+        layer = {
+            key: value
+            for key, value in config.llama().to_dict().items()
+            if key not in {"architectures", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}
+        }
+        layer["rope_theta"] = config.rope_parameters.get("rope_theta")  # older readers look here
+        flags = {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+        shared = {
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "eagle_aux_hidden_state_layer_ids": ids,
+            **flags,
+        }
+        plain = {
+            **layer,
+            **shared,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_aux_hidden_states": len(ids),
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": ids,
+                "use_aux_hidden_state": True,
+                "norm_before_fc": config.norm_before_fc,
+            },
+        }
+        speculators = {
+            **shared,
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": {**layer, "num_aux_hidden_states": len(ids)},
+        }
+        return ServingCheckpoint("eagle3", plain, tensors, speculators)
+
+    @classmethod
+    def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Eagle3:
+        """Rebuild a head from an exported config.json and its tensors (either format, `midlayer.` or `layers.0.`).
+
+        Raises UserError for a missing or unknown tensor.
+        """
+        layer = config.get("transformer_layer_config", config)
+        ids = config["eagle_aux_hidden_state_layer_ids"]
+        head_config = Eagle3Config(
+            hidden_size=layer["hidden_size"],
+            intermediate_size=layer["intermediate_size"],
+            num_attention_heads=layer["num_attention_heads"],
+            num_key_value_heads=layer["num_key_value_heads"],
+            head_dim=layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
+            vocab_size=layer["vocab_size"],
+            draft_vocab_size=config["draft_vocab_size"],
+            target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
+            aux_layer_ids=tuple(sorted(ids)),
+            rms_norm_eps=layer["rms_norm_eps"],
+            rope_parameters=layer.get("rope_parameters") or {"rope_type": "default", "rope_theta": layer["rope_theta"]},
+            max_position_embeddings=layer["max_position_embeddings"],
+            num_layers=layer["num_hidden_layers"],
+            norm_before_fc=bool(config.get("norm_before_fc")),
+            fc_norm=bool(config.get("fc_norm")),
+            norm_output=bool(config.get("norm_output")),
+            # Absent, the speculators format means True and the plain one False.
+            norm_before_residual=bool(config.get("norm_before_residual", "speculators_model_type" in config)),
+        )
+        renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+        renamed.pop("t2d", None)
+        d2t = renamed.get("d2t")
+        if d2t is None:
+            d2t = renamed["d2t"] = torch.zeros(head_config.draft_vocab_size, dtype=torch.long)
+        head = cls(head_config, d2t + torch.arange(len(d2t)))
+        missing, unexpected = set(head.state_dict()) - set(renamed), set(renamed) - set(head.state_dict())
+        if missing or unexpected:
+            raise UserError(f"exported EAGLE-3 head: missing tensors {sorted(missing)}, unknown tensors {sorted(unexpected)}")
+        head.load_state_dict(renamed)
+        head.borrow(target)
+        return head.eval().requires_grad_(False)
+
+
+def eagle3_config(options: Any, target: TargetModel, draft_vocab_size: int) -> Eagle3Config:
+    """Geometry from the target, options from the recipe's `speculator` section.
+
+    Raises UserError for aux ids outside the target and for rotary embeddings that the head cannot copy.
+    """
+    text = target.config
+    ids = tuple(sorted(options.aux_layer_ids)) if options.aux_layer_ids else default_aux_layer_ids(target.num_layers)
+    if len(set(ids)) != len(ids) or ids[0] < 0 or ids[-1] > target.num_layers:
+        raise UserError(
+            f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{target.num_layers}, the target's layers"
+        )
+    heads = int(text.num_attention_heads)
+    return Eagle3Config(
+        hidden_size=target.hidden_size,
+        intermediate_size=int(text.intermediate_size),
+        num_attention_heads=heads,
+        num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or target.hidden_size // heads),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layer_ids=ids,
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", 1e-6)),
+        rope_parameters=_rope_parameters(text),
+        max_position_embeddings=target.max_length,
+        num_layers=options.num_layers,
+        ttt_steps=options.ttt_steps,
+        step_decay=options.step_decay,
+        loss=options.loss,
+        lk_eta=options.lk_eta,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+        norm_before_residual=options.norm_before_residual,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+
+
+def _rope_parameters(text: Any) -> dict[str, Any]:
+    """The target's rotary settings, whole; of a target with several kinds of layer, those of full attention."""
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
+    rope.setdefault("rope_type", "default")
+    if rope["rope_type"] not in {"default", "linear", "llama3", "yarn"}:
+        raise UserError(f"target rope_type {rope['rope_type']!r} is not supported by the head; default, linear, llama3 and yarn are")
+    rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
+    rope.pop("partial_rotary_factor", None)  # the head rotates its whole head_dim
+    return rope
+
+
+def _copy_last_layer(head: Eagle3, target: TargetModel) -> None:
+    """Start the first draft layer from the target's last one where names and shapes agree (Llama-like targets)."""
+    source = dict(target.layers[-1].named_parameters())
+    first = head.layers[0]
+    hidden = head.config.hidden_size
+    names = [f"self_attn.{n}_proj.weight" for n in "qkvo"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    own = dict(first.named_parameters())
+    same_kind = all(name in source for name in [*names, "input_layernorm.weight", "post_attention_layernorm.weight"])
+    if not same_kind or "pre_feedforward_layernorm.weight" in source:
+        return
+    for name in names:
+        value = source[name].float()
+        if name.startswith("self_attn.") and "o_proj" not in name:
+            if own[name].shape == (value.shape[0], 2 * hidden):
+                own[name].mul_(0.5)[:, hidden:] += value.to(own[name].device)
+        elif own[name].shape == value.shape:
+            own[name].copy_(value)
+    first.hidden_norm.weight.copy_(source["input_layernorm.weight"].float())
+    first.post_attention_layernorm.weight.copy_(source["post_attention_layernorm.weight"].float())
+    final = getattr(target.decoder, "norm", None)
+    if final is not None and final.weight.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(final.weight.float())
