@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from spec_train.batch import Batch
 from spec_train.errors import UserError
-from spec_train.speculators.base import Batch
 
 if TYPE_CHECKING:
     from spec_train.data.documents import Document
@@ -153,11 +153,13 @@ def add_features(batch: Batch, read: Callable[[str], DocumentFeatures]) -> Batch
                     continue
                 if len(values) not in (length, length - 1):
                     raise UserError(
-                        f"stored features of document {document_id!r} cover {len(values)} positions but it has {length} "
-                        "tokens; delete the features directory and run the features stage again"
+                        f"stored features of document {document_id!r} cover {len(values)} positions but it has "
+                        f"{length} tokens; delete the features directory and run the features stage again"
                     )
                 if name not in fields:
                     fields[name] = torch.zeros(*batch.input_ids_BT.shape, *values.shape[1:], dtype=values.dtype)
                 fields[name][b, start : start + len(values)] = values
             start += length
-    return replace(batch, **{name: values.to(batch.input_ids_BT.device) for name, values in fields.items()})
+    device = batch.input_ids_BT.device
+    moved: dict[str, Any] = {name: values.to(device) for name, values in fields.items()}
+    return replace(batch, **moved)

@@ -66,13 +66,16 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def begin_checkpoint(root: Path, step: int) -> Path:
-    """A fresh temporary directory for `finish_checkpoint`; what an interrupted attempt left there is removed."""
-    temporary = root / f"step-{step:06d}.tmp"
+def temporary_path(root: Path, step: int) -> Path:
+    """Where that checkpoint is written before it is complete."""
+    return root / f"step-{step:06d}.tmp"
+
+
+def begin_checkpoint(temporary: Path) -> None:
+    """A fresh directory for `finish_checkpoint`; what an interrupted attempt left there is removed."""
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    return temporary
 
 
 def finish_checkpoint(
@@ -94,10 +97,10 @@ def finish_checkpoint(
             check_tensors(optimizer, {name: tensor.shape for name, tensor in optimizer.items()})
             _write_tensors(temporary / OPTIMIZER_FILE, optimizer)
         _write_tensors(temporary / MODEL_FILE, model)
-        _write_json(temporary / SPECULATOR_FILE, dict(speculator_config))
-        _write_json(temporary / STATE_FILE, asdict(state))
+        write_json(temporary / SPECULATOR_FILE, dict(speculator_config))
+        write_json(temporary / STATE_FILE, asdict(state))
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        _write_json(
+        write_json(
             temporary / COMPLETE_FILE, {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
         )
     except (ValueError, OSError):
@@ -132,7 +135,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 raise OSError(f"{path}: {name} differs from what was written; check the disk")
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Atomically, indented."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -167,7 +171,9 @@ def best_checkpoint(root: Path) -> Path | None:
         return latest_checkpoint(root)
     path = checkpoint_path(root, json.loads((root / BEST_FILE).read_text(encoding="utf-8"))["step"])
     if not is_complete(path):
-        raise UserError(f"{root / BEST_FILE} names {path.name}, which is missing or incomplete; train again to restore it")
+        raise UserError(
+            f"{root / BEST_FILE} names {path.name}, which is missing or incomplete; train again to restore it"
+        )
     return path
 
 
@@ -176,7 +182,7 @@ def mark_best(root: Path, state: TrainState, metric: str) -> None:
     if state.best_step is None:
         (root / BEST_FILE).unlink(missing_ok=True)
     else:
-        _write_json(root / BEST_FILE, {"step": state.best_step, "metric": metric, "value": state.best_value})
+        write_json(root / BEST_FILE, {"step": state.best_step, "metric": metric, "value": state.best_value})
 
 
 def prune_checkpoints(root: Path, keep: int, best_step: int | None) -> None:
@@ -215,8 +221,3 @@ def load_weights(module: nn.Module, checkpoint: Path) -> None:
                 "it belongs to another configuration"
             )
     module.load_state_dict(tensors)
-
-
-def load_optimizer_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """The tensors of optimizer.safetensors, `<parameter>/<state>`."""
-    return load_file(checkpoint / OPTIMIZER_FILE)

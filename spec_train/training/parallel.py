@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,10 +26,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from spec_train.errors import UserError
 from spec_train.speculators.base import Speculator
+from spec_train.training.checkpoint import OPTIMIZER_FILE
 
 if TYPE_CHECKING:
     from spec_train.recipe import OptimSection
 
+ENGINE_TAG = "deepspeed"  # the directory inside a checkpoint that holds DeepSpeed's own files
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -81,7 +84,16 @@ def prepare(accelerator: Accelerator, speculator: Speculator, optim: OptimSectio
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # One unit: a speculator is small and calls into its layers' parts, past the hooks that inner units rely on.
+        accelerator.state.fsdp_plugin.auto_wrap_policy = None
     model, prepared = accelerator.prepare(speculator, optimizer)
+    if _zero_stage(accelerator) == 3:
+        import deepspeed
+
+        # Losses read weights without calling their module; the root's hooks then gather them.
+        for parameter in speculator.parameters():
+            deepspeed.zero.register_external_parameter(speculator, parameter)
     return model, prepared
 
 
@@ -109,20 +121,19 @@ def clip_gradients(accelerator: Accelerator, model: Any, max_norm: float) -> Ten
 
 
 @contextmanager
-def gathered(accelerator: Accelerator, model: Any) -> Iterator[Speculator]:
-    """The bare speculator with full weights on every process, to call methods other than `forward`. All processes
-    enter and leave together."""
-    speculator: Speculator = accelerator.unwrap_model(model)
+def gathered(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Full weights on every process, to call methods of the bare speculator other than `forward`. All processes enter
+    and leave together."""
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if _zero_stage(accelerator) == 3:
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(speculator.parameters())):
-            yield speculator
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            yield
         return
     for shard in shards:
         shard.unshard()
-    yield speculator
+    yield
     for shard in shards:
         shard.reshard()
 
@@ -130,29 +141,48 @@ def gathered(accelerator: Accelerator, model: Any) -> Iterator[Speculator]:
 def model_tensors(accelerator: Accelerator, model: Any) -> dict[str, Tensor]:
     """The full trained weights, on the main process (elsewhere possibly nothing). Called by all processes."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        with gathered(accelerator, model) as speculator:
-            return {name: tensor.detach().cpu().clone() for name, tensor in speculator.state_dict().items()}
-    return dict(get_model_state_dict(model, options=FULL))
+        with gathered(accelerator, model):
+            return {name: tensor.detach().cpu().clone() for name, tensor in model.module.state_dict().items()}
+    tensors: Any = get_model_state_dict(model, options=FULL)
+    return dict(tensors)
 
 
-def optimizer_tensors(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor] | None:
+def optimizer_tensors(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Tensor] | None:
     """The full optimiser state as `<parameter>/<state>`, on the main process; None under DeepSpeed, which writes its
     own files. Called by all processes."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return None
-    state = get_optimizer_state_dict(model, optimizer.optimizer, options=FULL).get("state", {})
+    whole: Any = get_optimizer_state_dict(model, optimizer.optimizer, options=FULL)
+    state = whole.get("state", {})
     return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
 
 
-def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
-    """The reverse of `optimizer_tensors`: every process passes the full state."""
-    full = get_optimizer_state_dict(model, optimizer.optimizer, options=StateDictOptions(full_state_dict=True))
+def save_engine_state(accelerator: Accelerator, model: Any, directory: Path) -> None:
+    """What only the engine itself can write: DeepSpeed's partitioned optimiser. Called by all processes."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        model.save_checkpoint(str(directory), tag=ENGINE_TAG)
+
+
+def load_optimizer(accelerator: Accelerator, model: Any, optimizer: Any, directory: Path) -> None:
+    """Restore the optimiser from a checkpoint directory. Called by all processes, after `prepare`.
+
+    Raises UserError where the checkpoint was written by another engine.
+    """
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    needed = directory / (ENGINE_TAG if deepspeed else OPTIMIZER_FILE)
+    if not needed.exists():
+        raise UserError(f"{needed} is missing: resume with the accelerate config that the run was started with")
+    if deepspeed:
+        model.load_checkpoint(str(directory), tag=ENGINE_TAG)
+        return
+    whole = StateDictOptions(full_state_dict=True)
+    full: Any = get_optimizer_state_dict(model, optimizer.optimizer, options=whole)
     state: dict[str, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
+    for path, tensor in load_file(needed).items():
         name, key = path.rsplit("/", 1)
         state.setdefault(name, {})[key] = tensor
     full["state"] = state
-    set_optimizer_state_dict(model, optimizer.optimizer, full, options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(model, optimizer.optimizer, full, options=whole)
 
 
 def _zero_stage(accelerator: Accelerator) -> int:

@@ -1,0 +1,385 @@
+"""The training loop: plain on purpose, on Accelerate, resumable to the bit.
+
+Every optimiser step is a function of (weights, optimiser state, step): the data order, the learning rate and the
+random seed follow from the step alone. The loss is a sum over the supervised tokens of the whole step (all
+micro-batches of all processes) divided by their number, so accumulation and data parallelism change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor
+
+from spec_train.batch import Batch
+from spec_train.data.batches import Rows, build_batch, plan_epoch
+from spec_train.errors import UserError
+from spec_train.speculators.base import Speculator
+from spec_train.training import checkpoint as ckpt
+from spec_train.training import parallel
+from spec_train.training.acceptance import renewal_counts
+from spec_train.training.run_log import Clock, RunLog, check_trackers
+from spec_train.training.schedule import learning_rate_scale
+
+if TYPE_CHECKING:
+    from spec_train.data.documents import Document
+    from spec_train.recipe import OptimSection, TrainSection
+
+Provider = Callable[[Batch], Batch]  # adds hidden states to a batch that is on the device
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients became NaN or infinite. The message names the step and the documents; nothing was saved."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run leaves: the checkpoints to use, and what it cost. `peak_memory` in bytes: of the GPU, or of
+    the process on the CPU. `best_value` is None where nothing was held out."""
+
+    steps: int
+    best_checkpoint: str
+    last_checkpoint: str
+    best_metric: str
+    best_value: float | None
+    trained_tokens: int
+    seconds: float
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which micro-batches make up each optimiser step: a pure function of the step."""
+
+    lengths: tuple[int, ...]
+    micro_batch_tokens: int
+    seed: int
+    per_step: int  # grad_accum_steps x processes
+
+    def epoch(self, epoch: int) -> list[list[Rows]]:
+        """The optimiser steps of one epoch, each a list of `per_step` micro-batches."""
+        plan = plan_epoch(
+            self.lengths,
+            micro_batch_tokens=self.micro_batch_tokens,
+            seed=self.seed,
+            epoch=epoch,
+            multiple_of=self.per_step,
+        )
+        return [plan[start : start + self.per_step] for start in range(0, len(plan), self.per_step)]
+
+    def total_steps(self, epochs: int, max_steps: int | None) -> int:
+        """`max_steps` where given (passing over the data as often as that takes), else what `epochs` passes need."""
+        return max_steps if max_steps is not None else sum(len(self.epoch(epoch)) for epoch in range(epochs))
+
+    def steps(self, start: int, total: int) -> Iterator[tuple[int, list[Rows]]]:
+        """(epoch, micro-batches) of the optimiser steps `start` .. `total` - 1."""
+        first, epoch = 0, 0
+        while first < total:
+            steps = self.epoch(epoch)
+            for index in range(max(0, start - first), min(len(steps), total - first)):
+                yield epoch, steps[index]
+            first, epoch = first + len(steps), epoch + 1
+
+
+def train(
+    speculator: Speculator,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    provider: Provider,
+    *,
+    optim: OptimSection,
+    train: TrainSection,
+    seed: int,
+    device: Literal["auto", "cpu", "cuda"],
+    num_draft_tokens: Sequence[int],
+    output_dir: Path,
+    speculator_config: Mapping[str, Any],
+    run_config: Mapping[str, Any],
+) -> TrainResult:
+    """Train `speculator` in place, or resume where an earlier call with the same `output_dir` stopped.
+
+    speculator         fresh from `from_target`, on any device; trainable parameters in float32
+    documents          at least one; `held_out` may be empty, then nothing is evaluated and the last checkpoint is best
+    provider           hidden states for a batch on the training device (`add_features` or the target)
+    num_draft_tokens   depths K of the renewal estimate on `held_out`; the first decides which checkpoint is best
+    output_dir         gets checkpoints/, log.jsonl and result.json
+    speculator_config  saved in every checkpoint, to build the module again; `run_config` goes to the trackers
+
+    Raises UserError on bad input or a run that does not match `output_dir`, NonFiniteError when training diverges.
+    """
+    if not documents:
+        raise UserError("there are no documents to train on; look at the drop reasons of the responses stage")
+    check_trackers(list(train.trackers))
+    accelerator = parallel.make_accelerator(train.precision, device, list(train.trackers), output_dir)
+    run = _Run(accelerator, documents, held_out, provider, optim, train, seed, tuple(num_draft_tokens), output_dir)
+    state = run.start_or_resume(speculator)
+    run.wrap(speculator)
+    config = {**run_config, "world_size": accelerator.num_processes, "total_steps": run.total_steps}
+    log = RunLog(accelerator, output_dir / "log.jsonl", state, run.total_steps, config)
+    clock = Clock(state.seconds)
+    eval_every = train.eval_every or train.save_every
+    with log:
+        for epoch, micro_batches in run.plan.steps(state.step, run.total_steps):
+            figures = run.step(state.step, micro_batches)
+            state.step += 1
+            state.trained_tokens += int(figures["tokens"])
+            last = state.step == run.total_steps
+            log.advance(state.step)
+            if state.step % train.log_every == 0 or last:
+                log.write(state.step, {"epoch": epoch, **figures})
+            improved = False
+            if held_out and (state.step % eval_every == 0 or last):
+                scores = run.evaluate()
+                improved = state.best_value is None or scores[run.metric] > state.best_value
+                if improved:
+                    state.best_step, state.best_value = state.step, scores[run.metric]
+                log.write(state.step, scores, acceptance=scores[run.metric])
+            if improved or last or state.step % train.save_every == 0:
+                state.seconds, state.log_bytes = clock.seconds(), log.bytes_written()
+                run.save(state, speculator_config)
+    return run.result(state)
+
+
+class _Run:
+    """What stays the same from step to step."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        documents: Sequence[Document],
+        held_out: Sequence[Document],
+        provider: Provider,
+        optim: OptimSection,
+        train: TrainSection,
+        seed: int,
+        num_draft_tokens: tuple[int, ...],
+        output_dir: Path,
+    ) -> None:
+        self.accelerator, self.provider = accelerator, provider
+        self.documents, self.held_out = documents, held_out
+        self.optim, self.settings, self.seed = optim, train, seed
+        self.num_draft_tokens = num_draft_tokens
+        self.output_dir, self.root = output_dir, output_dir / "checkpoints"
+        self.metric = f"renewal@{num_draft_tokens[0]}"
+        lengths = tuple(len(document.input_ids) for document in documents)
+        per_step = train.grad_accum_steps * accelerator.num_processes
+        self.plan = StepPlan(lengths, train.micro_batch_tokens, seed, per_step)
+        self.total_steps = self.plan.total_steps(train.epochs, train.max_steps)
+
+    def start_or_resume(self, speculator: Speculator) -> ckpt.TrainState:
+        """A fresh state, or that of the latest checkpoint with its weights loaded. Raises UserError on a mismatch."""
+        identity = hashlib.sha256(json.dumps([[d.id, len(d.input_ids)] for d in self.documents]).encode()).hexdigest()
+        plan = {
+            "documents": identity,
+            "seed": self.seed,
+            "micro_batch_tokens": self.settings.micro_batch_tokens,
+            "grad_accum_steps x processes": self.plan.per_step,
+            "normalization": self.settings.normalization,
+            "total_steps": self.total_steps,
+        }
+        self.shapes = {name: tensor.shape for name, tensor in speculator.state_dict().items()}
+        self.resumed_from = ckpt.latest_checkpoint(self.root)
+        if self.resumed_from is None:
+            return ckpt.TrainState(plan=plan, run_id=uuid.uuid4().hex)
+        state = ckpt.load_state(self.resumed_from)
+        for name, value in plan.items():
+            if state.plan.get(name) != value:
+                raise UserError(
+                    f"{self.resumed_from} was trained with {name} = {state.plan.get(name)}, this run has {value}; "
+                    "restore it to resume, or choose another run.output_dir"
+                )
+        ckpt.load_weights(speculator, self.resumed_from)
+        if self.accelerator.is_main_process:
+            ckpt.mark_best(self.root, state, self.metric)
+        return state
+
+    def wrap(self, speculator: Speculator) -> None:
+        """Hand the module to the engine and restore the optimiser. The engines change it in place."""
+        self.speculator = speculator
+        self.model, self.optimizer = parallel.prepare(self.accelerator, speculator, self.optim)
+        if self.resumed_from is not None:
+            parallel.load_optimizer(self.accelerator, self.model, self.optimizer, self.resumed_from)
+
+    def step(self, step: int, micro_batches: list[Rows]) -> dict[str, float]:
+        """One optimiser step. Returns its figures, summed over the window and all processes."""
+        accelerator, world = self.accelerator, self.accelerator.num_processes
+        set_seed((self.seed * 1_000_003 + step * world + accelerator.process_index) % 2**32)
+        started = Clock(0.0)
+        rate = self.optim.lr * learning_rate_scale(
+            step,
+            self.total_steps,
+            warmup_ratio=self.optim.warmup_ratio,
+            schedule=self.optim.schedule,
+            min_lr_ratio=self.optim.min_lr_ratio,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        mine = micro_batches[accelerator.process_index :: world]
+        batches = [self._batch(self.documents, rows) for rows in mine]
+        counts = torch.stack([self.speculator.supervised_counts(batch) for batch in batches]).sum(0)
+        counts = accelerator.reduce(counts, "sum")
+        normalizer = torch.where(counts > 0, counts, torch.ones_like(counts))
+        losses, totals = [], _Totals()
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with parallel.synchronised_only(accelerator, self.model, last):
+                output = self.model(self.provider(batch), normalizer)
+                # The engine averages gradients over processes; the loss is already divided by the global count.
+                parallel.backward(accelerator, self.model, output.loss * world, last)
+            losses.append(output.loss.detach().double())
+            totals.add("loss", losses[-1])
+            totals.add("tokens", (batch.loss_weight_BT > 0).sum().double())
+            for name, value in output.sums.items():
+                totals.add(name, value.detach().double(), output.counts[name].detach().double())
+        norm = parallel.clip_gradients(accelerator, self.model, self.optim.max_grad_norm)
+        self._stop_if_not_finite(step, norm, torch.stack(losses), mine)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        figures = totals.reduced(accelerator)
+        seconds = started.seconds()
+        return {
+            **figures,
+            "grad_norm": float(norm),
+            "learning_rate": rate,
+            "tokens_per_second": figures["tokens"] / seconds,
+        }
+
+    def _batch(self, documents: Sequence[Document], rows: Rows) -> Batch:
+        batch = build_batch(documents, rows, None, self.settings.normalization)
+        return batch.to(self.accelerator.device)
+
+    def _stop_if_not_finite(self, step: int, norm: Tensor, losses: Tensor, mine: list[Rows]) -> None:
+        """Every process stops together, before the optimiser touches the weights (N01)."""
+        bad = (~torch.isfinite(norm)) | (~torch.isfinite(losses)).any()
+        if not bool(self.accelerator.reduce(bad.float(), "sum") > 0):
+            return
+        suspects: list[str] = []
+        for rows, loss in zip(mine, losses.tolist(), strict=True):
+            if not torch.isfinite(torch.tensor(loss)):
+                suspects += self._suspects(rows)
+        named = sorted(gather_object(suspects))
+        where = f"documents {', '.join(named)}" if named else "the gradients, though every loss is finite"
+        raise NonFiniteError(
+            f"step {step + 1}: loss or gradient is not finite (gradient norm {float(norm)}) because of {where}; "
+            "nothing was saved. Look at these documents, or lower optim.lr"
+        )
+
+    def _suspects(self, rows: Rows) -> list[str]:
+        """Ids in the rows whose hidden states are not finite; in all rows if all states are."""
+        batch = self.provider(self._batch(self.documents, rows))
+        row_is_bad = torch.zeros(len(batch.row_ids), dtype=torch.bool, device=batch.input_ids_BT.device)
+        for values in (batch.aux_hidden_BTAH, batch.last_hidden_BTH, batch.target_lse_BT):
+            if values is not None:
+                row_is_bad |= ~torch.isfinite(values).flatten(1).all(1)
+        chosen = row_is_bad.tolist() if bool(row_is_bad.any()) else [True] * len(batch.row_ids)
+        return [document for ids, bad in zip(batch.row_ids, chosen, strict=True) if bad for document in ids]
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The renewal estimate of the acceptance length on the held-out documents, shared out over processes."""
+        accelerator = self.accelerator
+        plan = plan_epoch(
+            [len(document.input_ids) for document in self.held_out],
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            seed=0,
+            epoch=0,
+            multiple_of=accelerator.num_processes,
+        )
+        self.model.eval()
+        hits = []
+        with parallel.gathered(accelerator, self.model):
+            for rows in plan[accelerator.process_index :: accelerator.num_processes]:
+                batch = self.provider(self._batch(self.held_out, rows))
+                hits += self.speculator.draft_hits(batch, max(self.num_draft_tokens))
+        counts = [renewal_counts(hits, depth) for depth in self.num_draft_tokens]
+        sums = torch.tensor([[c.accepted, c.steps] for c in counts], dtype=torch.float64, device=accelerator.device)
+        sums = accelerator.reduce(sums, "sum")
+        return {
+            f"renewal@{depth}": 1.0 + accepted / max(steps, 1.0)
+            for depth, (accepted, steps) in zip(self.num_draft_tokens, sums.tolist(), strict=True)
+        }
+
+    def save(self, state: ckpt.TrainState, speculator_config: Mapping[str, Any]) -> None:
+        """A complete checkpoint, then best.json, then the removal of old ones: in this order nothing is ever lost."""
+        accelerator = self.accelerator
+        model = parallel.model_tensors(accelerator, self.model)
+        optimizer = parallel.optimizer_tensors(accelerator, self.model, self.optimizer)
+        temporary = ckpt.temporary_path(self.root, state.step)
+        if accelerator.is_main_process:
+            ckpt.begin_checkpoint(temporary)
+        accelerator.wait_for_everyone()
+        parallel.save_engine_state(accelerator, self.model, temporary)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            ckpt.finish_checkpoint(temporary, state, model, self.shapes, optimizer, speculator_config)
+            ckpt.mark_best(self.root, state, self.metric)
+            ckpt.prune_checkpoints(self.root, self.settings.keep_checkpoints, state.best_step)
+        accelerator.wait_for_everyone()
+
+    def result(self, state: ckpt.TrainState) -> TrainResult:
+        """Also written to result.json."""
+        last, best = ckpt.latest_checkpoint(self.root), ckpt.best_checkpoint(self.root)
+        result = TrainResult(
+            steps=state.step,
+            best_checkpoint=str(best),
+            last_checkpoint=str(last),
+            best_metric=self.metric,
+            best_value=state.best_value,
+            trained_tokens=state.trained_tokens,
+            seconds=state.seconds,
+            peak_memory=_peak_memory(self.accelerator.device),
+        )
+        if self.accelerator.is_main_process:
+            ckpt.write_json(self.output_dir / "result.json", asdict(result))
+        return result
+
+
+class _Totals:
+    """Sums and counts by name over micro-batches, then over processes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor, count: Tensor | None = None) -> None:
+        """Add one micro-batch. Without `count` the total is wanted, with it the average."""
+        self._sums[name] = self._sums.get(name, 0.0) + value
+        if count is not None:
+            self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def reduced(self, accelerator: Accelerator) -> dict[str, float]:
+        """`name` for a scalar, `name_0`, `name_1`, ... for a vector. An average over nothing is left out."""
+        names = sorted(self._sums)
+        counts = {name: self._counts.get(name, torch.zeros_like(self._sums[name])) for name in names}
+        flat = torch.stack([torch.cat([part[name].reshape(-1) for name in names]) for part in (self._sums, counts)])
+        totals, counted = accelerator.reduce(flat, "sum").tolist()
+        figures: dict[str, float] = {}
+        at = 0
+        for name in names:
+            for i in range(self._sums[name].numel()):
+                label = name if self._sums[name].ndim == 0 else f"{name}_{i}"
+                if name not in self._counts:
+                    figures[label] = totals[at]
+                elif counted[at] > 0:
+                    figures[label] = totals[at] / counted[at]
+                at += 1
+        return figures
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes

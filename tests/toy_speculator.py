@@ -1,0 +1,114 @@
+"""The smallest speculator that trains, for tests of the loop around it: linear heads on the target's last state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spec_train.batch import Batch
+from spec_train.data.documents import Document
+from spec_train.recipe import OptimSection, TrainSection
+from spec_train.speculators.base import LossOutput, ResponseHits, ServingCheckpoint, Speculator, response_hits
+from spec_train.training.trainer import TrainResult, train
+
+VOCAB, HIDDEN, DEPTHS = 23, 8, 2
+
+
+class ToySpeculator(Speculator):
+    """Depth k (0-based) reads the state at p and scores the token at p+2+k."""
+
+    num_depths = DEPTHS
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.heads = nn.ModuleList([nn.Linear(HIDDEN, VOCAB, bias=False) for _ in range(DEPTHS)])
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator).mul_(0.3)
+        self.register_buffer("frozen", torch.arange(5.0), persistent=False)
+
+    def _weight(self, batch: Batch, depth: int) -> Tensor:
+        shift = depth + 2
+        same = batch.document_BT[:, shift:] == batch.document_BT[:, :-shift]
+        return batch.loss_weight_BT[:, shift:] * same
+
+    def supervised_counts(self, batch: Batch) -> Tensor:
+        return torch.stack([self._weight(batch, depth).double().sum() for depth in range(DEPTHS)])
+
+    def _logits(self, batch: Batch, depth: int) -> Tensor:
+        assert batch.last_hidden_BTH is not None
+        # Dropout draws random numbers: a resumed run must draw the same ones.
+        state = F.dropout(self.mix(batch.last_hidden_BTH.to(self.mix.weight.dtype)), 0.1, self.training)
+        logits: Tensor = self.heads[depth](torch.tanh(state * self.scale))
+        return logits
+
+    def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
+        sums, counts, total = [], [], torch.zeros(())
+        for depth in range(DEPTHS):
+            logits = self._logits(batch, depth)[:, : -(depth + 2)].float()
+            nll = F.cross_entropy(logits.transpose(1, 2), batch.input_ids_BT[:, depth + 2 :], reduction="none")
+            weight = self._weight(batch, depth)
+            total = total + (nll * weight).sum() / normalizer[depth].float()
+            sums.append((nll * weight).sum().double())
+            counts.append(weight.sum().double())
+        return LossOutput(total, {"depth_loss": torch.stack(sums)}, {"depth_loss": torch.stack(counts)})
+
+    @torch.no_grad()
+    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+        hit_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, dtype=torch.bool)
+        for k in range(min(num_draft_tokens, DEPTHS)):
+            drafted = self._logits(batch, k).argmax(-1)[:, : -(k + 2)]
+            hit_BTK[:, : -(k + 2), k] = drafted == batch.input_ids_BT[:, k + 2 :]
+        return response_hits(batch, hit_BTK)
+
+    def serving(self) -> ServingCheckpoint:
+        raise NotImplementedError
+
+    begin = commit = propose = select = None  # type: ignore[assignment]
+
+
+def toy_states(batch: Batch) -> Batch:
+    """The provider: a fixed random state for every token id."""
+    from dataclasses import replace
+
+    table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
+    return replace(batch, last_hidden_BTH=table[batch.input_ids_BT])
+
+
+def toy_documents(count: int, seed: int = 0) -> list[Document]:
+    """Documents of 6 to 29 tokens that count upwards, the answer in the later part."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for i in range(count):
+        length, first, prompt = (int(x) for x in torch.randint(6, 30, (3,), generator=generator))
+        tokens = [(first + t) % VOCAB for t in range(length)]
+        documents.append(Document(f"doc-{i}", tokens, [(min(prompt, length - 3), length)]))
+    return documents
+
+
+def toy_train(output_dir: Path, *, held_out: int = 6, documents: list[Document] | None = None, **changes: Any) -> TrainResult:
+    """Train a ToySpeculator; `changes` are fields of the train section, `optim` a dict for the other one, `provider`."""
+    provider = changes.pop("provider", toy_states)
+    optim = OptimSection(**{"lr": 0.02, **changes.pop("optim", {})})
+    speculator = changes.pop("speculator", None) or ToySpeculator()
+    settings = {"epochs": 2, "micro_batch_tokens": 64, "precision": "fp32", "save_every": 4, "log_every": 1}
+    return train(
+        speculator,
+        toy_documents(30) if documents is None else documents,
+        toy_documents(held_out, seed=1),
+        provider,
+        optim=optim,
+        train=TrainSection(**{**settings, **changes}),
+        seed=3,
+        device="cpu",
+        num_draft_tokens=(2, 1),
+        output_dir=output_dir,
+        speculator_config={"type": "toy"},
+        run_config={"name": "toy"},
+    )
