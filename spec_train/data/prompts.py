@@ -1,0 +1,248 @@
+"""Sources of a recipe -> conversations, with every row that cannot be used counted by its reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from spec_train.assets import resolve_path
+from spec_train.data.rows import Conversation, DropReason, conversation_from_row, usable_as_is, usable_for_answers
+from spec_train.errors import UserError
+from spec_train.packages import package_file
+
+if TYPE_CHECKING:
+    from spec_train.recipe import Source
+
+__all__ = [
+    "Conversation",
+    "DropReason",
+    "check_drops",
+    "load_conversations",
+    "read_conversations",
+    "split_held_out",
+    "write_conversations",
+]
+
+
+def load_conversations(
+    sources: Sequence[Source],
+    *,
+    mode: Literal["regenerate", "keep"] = "regenerate",
+    max_drop_rate: float = 0.5,
+    seed: int = 0,
+) -> tuple[list[Conversation], Counter[str]]:
+    """Read all sources in order. `mode` is `responses.mode`: what is cut off and what counts as usable follow from it.
+
+    Returns the conversations (ids unique) and how many rows were dropped for which reason; a reason names the first
+    place where it occurred. Raises UserError for a broken line, too many dropped rows, or nothing left.
+    """
+    usable = usable_for_answers if mode == "regenerate" else usable_as_is
+    kept: list[Conversation] = []
+    dropped: Counter[str] = Counter()
+    first_place: dict[str, str] = {}
+    for index, source in enumerate(sources):
+        label, rows = _open_source(source)
+        found: list[Conversation] = []
+        for number, row in islice(rows, source.limit):
+            conversation = conversation_from_row(row, format=source.format, field=source.field)
+            if isinstance(conversation, Conversation):
+                conversation = usable(conversation)
+            if isinstance(conversation, DropReason):
+                dropped[conversation] += 1
+                first_place.setdefault(conversation, f"{label}:{number}")
+                continue
+            name = conversation.id or f"{Path(label).name}-{number}"
+            category = source.category or conversation.category
+            found.append(replace(conversation, id=name, category=category, source=label))
+        kept += _weighted(found, source.weight, random.Random(f"{seed}-{index}"))
+    reasons = Counter({f"{reason} (first: {first_place[reason]})": count for reason, count in dropped.items()})
+    check_drops(len(kept), reasons, max_drop_rate, "data.sources")
+    return _with_unique_ids(kept), reasons
+
+
+def check_drops(kept: int, dropped: Counter[str], max_drop_rate: float, where: str) -> None:
+    """Raise UserError, listing the reasons, where nothing is left or more than `max_drop_rate` of the rows is lost."""
+    lost = sum(dropped.values())
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(6))
+    if kept == 0:
+        raise UserError(f"{where}: no usable row is left ({reasons or 'the sources are empty'})")
+    if lost > max_drop_rate * (kept + lost):
+        raise UserError(
+            f"{where}: {lost} of {kept + lost} rows cannot be used, more than data.max_drop_rate {max_drop_rate:g} "
+            f"allows: {reasons}"
+        )
+
+
+def split_held_out(
+    conversations: Sequence[Conversation], held_out: float | int, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held out), disjoint, both in the order given. `held_out`: a fraction below 1, or a count.
+
+    Rows with the same user turns (blanks and case aside) stay on the same side. Raises UserError where nothing would
+    be left to train on, or the rows repeat too much to hold any out.
+    """
+    total = len(conversations)
+    wanted = max(1, round(held_out * total)) if 0 < held_out < 1 else int(held_out)
+    if wanted == 0:
+        return list(conversations), []
+    if wanted >= total:
+        raise UserError(f"data.held_out asks for {wanted} conversations and there are {total}; ask for fewer")
+    groups: dict[str, list[int]] = {}
+    for index, conversation in enumerate(conversations):
+        groups.setdefault(_prompt_key(conversation), []).append(index)
+    keys = list(groups)
+    random.Random(f"held-out-{seed}").shuffle(keys)
+    chosen: set[int] = set()
+    for key in keys:
+        if len(chosen) + len(groups[key]) <= wanted:
+            chosen.update(groups[key])
+    if not chosen:
+        raise UserError(f"data.held_out: every prompt occurs more than {wanted} times, so none can be held out whole")
+    training = [conversation for index, conversation in enumerate(conversations) if index not in chosen]
+    return training, [conversations[index] for index in sorted(chosen)]
+
+
+def write_conversations(path: Path, conversations: Iterable[Conversation]) -> int:
+    """Write one JSON object a line, atomically; returns how many."""
+    temporary = path.with_name(path.name + ".tmp")
+    count = 0
+    with open(temporary, "w", encoding="utf-8") as file:
+        for conversation in conversations:
+            file.write(json.dumps(asdict(conversation), ensure_ascii=False) + "\n")
+            count += 1
+    os.replace(temporary, path)
+    return count
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read what `write_conversations` wrote. Raises UserError naming a broken line."""
+    conversations = []
+    for number, row in _json_lines(path):
+        try:
+            conversations.append(Conversation(**row))
+        except TypeError:
+            raise UserError(f"{path}:{number}: not a conversation; run the prompts stage again") from None
+    return conversations
+
+
+def _prompt_key(conversation: Conversation) -> str:
+    asked = [conversation.text or ""] + [m["content"] for m in conversation.messages if m["role"] == "user"]
+    return "\n".join(" ".join(text.lower().split()) for text in asked)
+
+
+def _weighted(conversations: list[Conversation], weight: float, generator: random.Random) -> list[Conversation]:
+    """`weight` copies of each on average: whole copies of all, and a random part for the fraction."""
+    whole = int(weight)
+    extra = set(generator.sample(range(len(conversations)), round((weight - whole) * len(conversations))))
+    return [c for index, c in enumerate(conversations) for _ in range(whole + (index in extra))]
+
+
+def _with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
+    seen: set[str] = set()
+    unique = []
+    for conversation in conversations:
+        name, repeat = conversation.id, 2
+        while name in seen:
+            name, repeat = f"{conversation.id}#{repeat}", repeat + 1
+        seen.add(name)
+        unique.append(replace(conversation, id=name))
+    return unique
+
+
+# ------------------------------------------------------------------------------------------------ reading rows
+
+
+def _open_source(source: Source) -> tuple[str, Iterator[tuple[int, Any]]]:
+    """(label, rows numbered from 1) of a source."""
+    if source.hub is not None:
+        return source.hub, _hub_rows(source.hub, source.split)
+    if source.path is not None:
+        return source.path, _file_rows(resolve_path(source.path))
+    if source.package is None or source.member is None:
+        raise UserError("a source needs one of path, hub, or package with member")
+    return f"{source.package}/{source.member}", _file_rows(package_file(source.package, source.member, source.sha256))
+
+
+def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of a .jsonl, .json or .parquet file, the first two also gzipped. JSON never goes through Arrow, which wants
+    one type a column and so fails on mixed tool arguments."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; data.sources.path must name a .jsonl, .json or .parquet file")
+    kind = path.name.removesuffix(".gz")
+    if kind.endswith(".jsonl"):
+        return _json_lines(path)
+    if kind.endswith(".json"):
+        return _json_array(path)
+    if kind.endswith(".parquet") and kind == path.name:
+        return _parquet_rows(path)
+    raise UserError(f"{path}: unknown kind of file; give .jsonl, .json or .parquet (JSON may be gzipped)")
+
+
+def _open_text(path: Path) -> IO[str]:
+    return (
+        gzip.open(path, "rt", encoding="utf-8-sig") if path.name.endswith(".gz") else open(path, encoding="utf-8-sig")
+    )
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    number = 0
+    try:
+        with _open_text(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text after line {number} ({error.reason}); save it as UTF-8") from None
+    except (json.JSONDecodeError, OSError, EOFError) as error:
+        raise UserError(f"{path}:{number}: not a line of JSON ({error}); mend or remove it") from None
+
+
+def _json_array(path: Path) -> Iterator[tuple[int, Any]]:
+    """A JSON array of rows; a .json file that does not start with a bracket is read as JSON lines."""
+    with _open_text(path) as file:
+        if file.read(64).lstrip()[:1] != "[":
+            yield from _json_lines(path)
+            return
+        file.seek(0)
+        try:
+            rows = json.load(file)
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON ({error})") from None
+    yield from enumerate(rows, 1)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+        yield from enumerate(rows, 1)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
+
+
+def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Any]]:
+    """Rows of a Hub data set, given as `owner/name` or `owner/name:config`."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"data.sources.hub {name}: needs the datasets package: pip install datasets") from None
+    repository, _, config = name.partition(":")
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"data.sources.hub {name}, split {split}: cannot be loaded ({reason})") from None
+    yield from enumerate(rows, 1)

@@ -1,0 +1,285 @@
+"""One row of any known shape -> one conversation, or the reason why it cannot be used.
+
+Known shapes: `messages` (role/content), ShareGPT `conversations` (from/value), prompts (`turns`, `prompt`, `question`,
+`instruction` with `input`), and plain `text`. The shape is found row by row, since public sets mix them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class DropReason(str):
+    """Why a row was left out. It is returned and counted, never raised."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation, normalised.
+
+    id        unique within a run
+    messages  role (system, user, assistant, tool) and content (text), with tool_calls, tool_call_id, name,
+              reasoning_content where the row has them; an assistant's `weight: 0` means "not supervised"
+    tools     what the row offers the model, passed to the chat template
+    text      plain text instead of messages, which are then empty
+    """
+
+    id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    text: str | None = None
+    category: str = ""
+    source: str = ""
+
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+_KEPT_KEYS = ("tool_call_id", "name", "reasoning_content", "weight")
+# Where each kind of row keeps its content, most telling name first, and the answer that belongs to a prompt.
+_FIELDS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations", "conversation"),
+    "prompt": ("turns", "prompt", "question", "instruction"),
+    "text": ("text",),
+}
+_ANSWERS = ("completion", "response", "answer", "output")
+
+
+def conversation_from_row(row: Any, *, format: str = "auto", field: str | None = None) -> Conversation | DropReason:
+    """Normalise `row`. `format`: auto, messages, sharegpt, prompt or text; `field`: the column to read, where it has
+    another name than usual. The id is the row's own or empty."""
+    if isinstance(row, list):
+        row = {"messages": row}
+    if not isinstance(row, dict):
+        return DropReason("the row is not a JSON object")
+    found = _find(row, format, field)
+    if isinstance(found, DropReason):
+        return found
+    kind, value = found
+    category = row["category"] if isinstance(row.get("category"), str) else ""
+    if kind == "text":
+        if not isinstance(value, str) or not value.strip():
+            return DropReason("empty text")
+        if not _encodable(value):
+            return DropReason("text that is not valid Unicode")
+        return Conversation(_row_id(row), [], text=value, category=category)
+    messages = _prompt_messages(row, value) if kind == "prompt" else _messages(value)
+    if isinstance(messages, DropReason):
+        return messages
+    tools = _tools(row)
+    if isinstance(tools, DropReason):
+        return tools
+    system = row.get("system") or row.get("system_prompt")
+    if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if not _encodable([messages, tools]):
+        return DropReason("text that is not valid Unicode")
+    return Conversation(_row_id(row), messages, tools=tools, category=category)
+
+
+def usable_for_answers(conversation: Conversation) -> Conversation | DropReason:
+    """The part that the target answers: trailing assistant turns are cut off, earlier ones stay as the places where
+    its own answers go. For `responses.mode: regenerate`."""
+    if conversation.text is not None:
+        return DropReason("plain text holds no prompt to answer (responses.mode keep trains on it)")
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    problem = _order_problem(conversation.messages)
+    if problem is None and messages[-1]["role"] == "system":
+        problem = DropReason("ends with a system turn")
+    if problem is not None:
+        return problem
+    return Conversation(conversation.id, messages, conversation.tools, None, conversation.category, conversation.source)
+
+
+def usable_as_is(conversation: Conversation) -> Conversation | DropReason:
+    """The conversation itself where it holds an answer to learn from. For `responses.mode: keep`."""
+    if conversation.text is not None:
+        return conversation
+    problem = _order_problem(conversation.messages)
+    if problem is not None:
+        return problem
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    if not answers:
+        return DropReason("no assistant turn (responses.mode regenerate writes one)")
+    if any(not message["content"].strip() and not message.get("tool_calls") for message in answers):
+        return DropReason("empty assistant turn")
+    return conversation
+
+
+def _order_problem(messages: list[Message]) -> DropReason | None:
+    if not messages:
+        return DropReason("no messages")
+    spoken = [message for message in messages if message["role"] != "system"]
+    if spoken and spoken[0]["role"] != "user":
+        return DropReason(f"the first turn is the {spoken[0]['role']}'s")
+    if not spoken:
+        return DropReason("no user turn")
+    if not spoken[0]["content"].strip():
+        return DropReason("empty prompt")
+    return None
+
+
+def _find(row: dict[str, Any], format: str, field: str | None) -> tuple[str, Any] | DropReason:
+    """(kind, content) of a row."""
+    if field is not None:
+        if row.get(field) is None:
+            return DropReason(f"no field {field!r}")
+        is_chat = isinstance(row[field], list) and all(isinstance(item, dict) for item in row[field])
+        return ("messages" if is_chat else "prompt") if format == "auto" else format, row[field]
+    for kind in _FIELDS if format == "auto" else (format,):
+        for name in _FIELDS[kind]:
+            if row.get(name) is not None:
+                return kind, row[name]
+    names = [name for kind in (_FIELDS if format == "auto" else (format,)) for name in _FIELDS[kind]]
+    return DropReason(f"none of the fields {', '.join(names)}")
+
+
+def _encodable(value: Any) -> bool:
+    """False where a string holds half of a surrogate pair, which JSON allows and no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _row_id(row: dict[str, Any]) -> str:
+    for name in ("id", "conversation_id", "question_id", "task_id"):
+        if isinstance(row.get(name), (str, int)):
+            return str(row[name])
+    return ""
+
+
+def _messages(raw: Any) -> list[Message] | DropReason:
+    """role/content and from/value turns, mixed as they come."""
+    if not isinstance(raw, list):
+        return DropReason("the conversation is not a list of turns")
+    messages: list[Message] = []
+    for turn in raw:
+        message = _message(turn) if isinstance(turn, dict) else DropReason("a turn is not a JSON object")
+        if isinstance(message, DropReason):
+            return message
+        messages.append(message)
+    return messages
+
+
+def _message(turn: dict[str, Any]) -> Message | DropReason:
+    name = turn.get("role", turn.get("from"))
+    if not isinstance(name, str):
+        return DropReason("a turn without a role")
+    role = _ROLES.get(name.strip().lower())
+    if role is None:
+        return DropReason(f"unknown role {name!r}")
+    content = _content(turn.get("content", turn.get("value")), role)
+    if isinstance(content, DropReason):
+        return content
+    message: Message = {"role": role, "content": content}
+    message.update({key: turn[key] for key in _KEPT_KEYS if turn.get(key) is not None})
+    if message.get("weight", 1) not in (0, 1):
+        return DropReason("a turn's weight is neither 0 nor 1")
+    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else None)
+    if name.strip().lower() in ("function_call", "tool_call") and calls is None:
+        calls, message["content"] = content, ""
+    if calls:
+        parsed = _tool_calls(calls)
+        if isinstance(parsed, DropReason):
+            return parsed
+        message["tool_calls"] = parsed
+    return message
+
+
+def _content(raw: Any, role: str) -> str | DropReason:
+    """Text of a turn; lists of text parts are joined. None is empty, for turns that only call tools."""
+    if raw is None:
+        return ""
+    if isinstance(raw, str):
+        return raw
+    if isinstance(raw, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in raw):
+        return "".join(part["text"] for part in raw)
+    if role == "tool":
+        return json.dumps(raw, ensure_ascii=False)
+    return DropReason("content that is not text")
+
+
+def _decoded(value: Any) -> Any:
+    """JSON text decoded once; anything else, or text that is no JSON, as it is. Templates print arguments as JSON, so
+    a string would come out quoted twice, and both spellings occur in one file."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _tool_calls(raw: Any) -> list[dict[str, Any]] | DropReason:
+    """Calls as [{"type": "function", "function": {"name", "arguments"}, "id"?}]."""
+    raw = _decoded(raw)
+    calls = []
+    for call in raw if isinstance(raw, list) else [raw]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return DropReason("a tool call without a name")
+        arguments = _decoded(function.get("arguments", function.get("parameters", {})))
+        kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        calls.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return calls
+
+
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | DropReason | None:
+    raw = _decoded(row.get("tools") or row.get("functions"))
+    if not raw:
+        return None
+    if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in raw):
+        return DropReason("tools is not a list of objects")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in raw]
+
+
+def _prompt_messages(row: dict[str, Any], value: Any) -> list[Message] | DropReason:
+    """A prompt, or the user's turns, with the row's own answer after it where there is one."""
+    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        messages: list[Message] = []
+        for turn in value:
+            # The target's answers belong between the user's turns; they are empty until it has written them.
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
+        return messages[:-1]
+    opening: list[Message] | DropReason
+    if isinstance(value, str):
+        extra = row.get("input")
+        addition = (
+            f"\n\n{extra}" if isinstance(extra, str) and extra.strip() and value == row.get("instruction") else ""
+        )
+        opening = [{"role": "user", "content": value + addition}]
+    else:
+        opening = _messages(value)
+    if isinstance(opening, DropReason):
+        return opening
+    answer = next((row[name] for name in _ANSWERS if row.get(name) is not None), None)
+    if isinstance(answer, str):
+        return [*opening, {"role": "assistant", "content": answer}]
+    if isinstance(answer, list):
+        closing = _messages(answer)
+        return closing if isinstance(closing, DropReason) else opening + closing
+    return opening
