@@ -20,23 +20,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
-from spec_train.speculators.base import Committed, Proposal, Proposer
+from spec_train.speculators.base import Chooser, Committed, Proposal, Proposer
 
 TokenIds = npt.NDArray[np.int64]
 
 
 def lookup(tokens: TokenIds, min_n: int, max_n: int, num_draft_tokens: int) -> TokenIds:
     """The draft after `tokens` [T]: between 0 and `num_draft_tokens` ids."""
-    earlier = tokens[:-1]  # a match that ends at the last token would be the n-gram itself
-    for n in range(min(max_n, len(earlier)), min_n - 1, -1):
-        windows = np.lib.stride_tricks.sliding_window_view(earlier, n)
-        matches = np.flatnonzero((windows == tokens[-n:]).all(axis=1))
-        if matches.size:
-            start = int(matches[0]) + n
-            return tokens[start : start + num_draft_tokens]
-    return tokens[:0]
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where an earlier occurrence of the last n tokens ends, n = 1
+    if ends.size == 0:
+        return tokens[:0]
+    n = 1
+    while n < max_n:
+        longer = ends[ends >= n]
+        longer = longer[tokens[longer - n] == tokens[-1 - n]]
+        if longer.size == 0:
+            break
+        ends, n = longer, n + 1
+    start = int(ends[0]) + 1
+    return tokens[start : start + num_draft_tokens] if n >= min_n else tokens[:0]
 
 
 @dataclass
@@ -75,8 +78,8 @@ class NgramProposer(Proposer):
             state.length_B[row] = places[-1] + 1
         state.device = committed.token_BS.device
 
-    def propose(self, state: NgramState, num_draft_tokens: int, sampling: Sampling) -> Proposal:
-        """Up to `num_draft_tokens` looked-up tokens a row; their law is one-hot at any temperature."""
+    def propose(self, state: NgramState, num_draft_tokens: int, choose: Chooser) -> Proposal:
+        """Up to `num_draft_tokens` looked-up tokens a row; nothing is left to `choose`, their law is one-hot."""
         token_BK = torch.zeros(len(state.length_B), num_draft_tokens, dtype=torch.int64)
         count_B = torch.zeros(len(state.length_B), dtype=torch.int64)
         for row, length in enumerate(state.length_B.tolist()):

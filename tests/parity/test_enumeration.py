@@ -6,16 +6,22 @@ draft, probabilistic draft) and each filter:
 - exactly: walk every draft and every accept event with the rule's own acceptance probability and residual;
 - by simulation: run the batched rule on 40,000 rows and test the observed triples with a chi-square.
 
-Both checks are then turned on variants with a deliberate fault; a check that lets one pass is no check.
+Both checks are then turned on variants with a deliberate fault; a check that lets one pass is no check. Last, the real
+decoder with a real (tiny) target is held against exact enumeration with the model itself.
 """
 
 import itertools
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import RequestGenerators, Sampling, draw_at, target_probs
 from spec_train.decoding.verify import accept_probability, leading_accepts, residual_law, verify_sampled
+from spec_train.speculators.base import Proposal, Proposer
+from spec_train.speculators.ngram import NgramProposer
+from spec_train.target import TargetModel
 
 V, K, LENGTH, RUNS = 5, 2, 3, 40_000
 FILTERS = {
@@ -297,3 +303,144 @@ def test_simulation_detects_each_fault():
     target, drawn = laws(TARGET, cut), laws(DRAFT, cut)
     before_top_k = simulate(verify_sampled, target, drawn, draft)
     assert chi_square_p(before_top_k, plain_joint(target)) < 1e-9
+
+
+# ------------------------------------------------------------------------------------- the real decoder, a real target
+
+WORDS, PROMPT = 12, [3, 1, 4, 3, 1]
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.4,  # laws that are far from uniform and depend on the prefix
+    )
+    path = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return TargetModel.load(str(path))
+
+
+class TableDraft(Proposer):
+    """Drafts from a fixed law of its own that looks at the last token only: near the target's, never equal to it."""
+
+    def __init__(self, target):
+        contexts = torch.tensor([[*PROMPT, token] for token in range(WORDS)])
+        with torch.no_grad():
+            logits = target.model(contexts).logits[:, -1]
+        self.logits = logits + torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(5))
+
+    def begin(self, prompts, max_length):
+        return {"last": torch.tensor([prompt[-1] for prompt in prompts])}
+
+    def commit(self, state, committed):
+        state["last"] = committed.token_BS.gather(1, committed.count_B[:, None] - 1)[:, 0]
+
+    def propose(self, state, num_draft_tokens, choose):
+        token, tokens, laws = state["last"], [], []
+        for _ in range(num_draft_tokens):
+            token, law = choose(self.logits[token])
+            tokens.append(token)
+            laws.append(law)
+        count = torch.full((len(token),), num_draft_tokens)
+        return Proposal(torch.stack(tokens, 1), count, None if laws[0] is None else torch.stack(laws, 1))
+
+    def select(self, state, rows):
+        return {"last": state["last"][rows]}
+
+
+def model_joint(target, sampling):
+    """Exact law of the three tokens after PROMPT, from full passes of the Transformers model."""
+    joint = torch.ones(1, dtype=torch.float64)
+    for n in range(LENGTH):
+        prefixes = [[*PROMPT, *tail] for tail in itertools.product(range(WORDS), repeat=n)]
+        with torch.no_grad():
+            logits = target.model(torch.tensor(prefixes)).logits[:, -1]
+        joint = (joint[:, None] * target_probs(logits, sampling).double()).flatten()
+    return joint
+
+
+def count_triples(trace):
+    numbers = [(a * WORDS + b) * WORDS + c for a, b, c, *_ in (request.output_ids for request in trace.requests)]
+    return torch.tensor(numbers).bincount(minlength=WORDS**LENGTH).double()
+
+
+def decode(target, proposer, sampling, num_requests):
+    return speculative_decode(
+        target,
+        proposer,
+        [PROMPT] * num_requests,
+        num_draft_tokens=K,
+        sampling=sampling,
+        max_new_tokens=LENGTH + 1,
+        batch_size=4000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "num_requests"),
+    [
+        ("table", Sampling(temperature=1.0, seed=1), 20_000),
+        ("table", Sampling(0.8, top_k=8, top_p=0.95, draft_sample_method="probabilistic", seed=3), 20_000),
+        ("ngram", Sampling(temperature=0.9, top_k=5, seed=4), 8_000),  # short drafts and none at all
+    ],
+    ids=["greedy_draft", "probabilistic", "ngram"],
+)
+def test_decoder_keeps_the_models_joint_law(tiny_target, kind, sampling, num_requests):
+    proposer = NgramProposer(1, 2) if kind == "ngram" else TableDraft(tiny_target)
+    trace = decode(tiny_target, proposer, sampling, num_requests)
+    joint = model_joint(tiny_target, sampling)
+    assert chi_square_p(count_triples(trace), joint) > 1e-3
+    accepted = [cycle.accepted for request in trace.requests for cycle in request.cycles]
+    assert {0, 1, 2} == set(accepted)
+    assert 0.05 < sum(accepted) / len(accepted) < 1.9  # drafts were accepted and refused
+
+
+def test_plain_decoding_has_the_same_law_and_another_temperature_has_not(tiny_target):
+    sampling = Sampling(temperature=1.0, seed=6)
+    trace = plain_decode(tiny_target, [PROMPT] * 8_000, sampling=sampling, max_new_tokens=LENGTH, batch_size=4000)
+    assert chi_square_p(count_triples(trace), model_joint(tiny_target, sampling)) > 1e-3
+    assert chi_square_p(count_triples(trace), model_joint(tiny_target, Sampling(temperature=1.1))) < 1e-9
+
+
+def test_a_proposer_that_misstates_its_law_is_detected_in_the_decoder(tiny_target):
+    class Misstated(TableDraft):
+        def propose(self, state, num_draft_tokens, choose):
+            proposal = super().propose(state, num_draft_tokens, choose)
+            return Proposal(proposal.token_BK, proposal.count_B, proposal.probs_BKV.roll(1, dims=-1).add(0.01))
+
+    sampling = Sampling(temperature=1.0, draft_sample_method="probabilistic", seed=7)
+    assert (
+        chi_square_p(
+            count_triples(decode(tiny_target, Misstated(tiny_target), sampling, 8_000)),
+            model_joint(tiny_target, sampling),
+        )
+        < 1e-9
+    )
+
+
+def test_a_requests_tokens_do_not_depend_on_its_batch(tiny_target):
+    sampling = Sampling(temperature=1.0, draft_sample_method="probabilistic", seed=8)
+    outputs = []
+    for batch_size in (1, 7, 40):
+        trace = speculative_decode(
+            tiny_target,
+            TableDraft(tiny_target),
+            [PROMPT[: 1 + i % 5] for i in range(40)],
+            num_draft_tokens=3,
+            sampling=sampling,
+            max_new_tokens=9,
+            batch_size=batch_size,
+        )
+        outputs.append([request.output_ids for request in trace.requests])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len({tuple(output) for output in outputs[0]}) > 20

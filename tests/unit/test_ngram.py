@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.speculators.base import Committed, Features
 from spec_train.speculators.ngram import NgramProposer, lookup
@@ -31,6 +30,10 @@ def test_lookup_by_hand(tokens, min_n, max_n, k, expected):
     assert draft(tokens, min_n, max_n, k) == expected
 
 
+def unused(logits_BD):
+    raise AssertionError("prompt lookup has no logits to choose from")
+
+
 def committed(tokens, positions, counts):
     return Committed(torch.tensor(tokens), torch.tensor(positions), torch.tensor(counts), Features(None, None))
 
@@ -41,7 +44,7 @@ def test_commits_are_written_where_they_stand():
     state = proposer.begin(prompts, max_length=12)
     # the whole prompt from its second token on, plus the first sampled token
     proposer.commit(state, committed([[2, 3, 1, 2], [8, 9, 5, 0]], [[0, 1, 2, 3], [0, 1, 2, 0]], [4, 3]))
-    proposal = proposer.propose(state, 3, Sampling())
+    proposal = proposer.propose(state, 3, unused)
     assert proposal.count_B.tolist() == [3, 0]
     assert proposal.token_BK[0].tolist() == [3, 1, 2]
     assert proposal.probs_BKV is None
@@ -50,13 +53,13 @@ def test_commits_are_written_where_they_stand():
     proposer.commit(state, committed([[1], [8]], [[6], [4]], [1, 1]))
     assert state.token_BL[0, : state.length_B[0]].tolist() == [1, 2, 3, 1, 2, 3, 6, 1]
     assert state.token_BL[1, : state.length_B[1]].tolist() == [7, 8, 9, 5, 7, 8]
-    proposal = proposer.propose(state, 4, Sampling(temperature=1.0))
+    proposal = proposer.propose(state, 4, unused)
     assert proposal.count_B.tolist() == [0, 4]
     assert proposal.token_BK[1].tolist() == [9, 5, 7, 8]
 
     last = proposer.select(state, torch.tensor([1]))
     proposer.commit(last, committed([[9]], [[5]], [1]))
-    assert proposer.propose(last, 2, Sampling()).token_BK.tolist() == [[5, 7]]
+    assert proposer.propose(last, 2, unused).token_BK.tolist() == [[5, 7]]
     assert state.length_B.tolist() == [8, 6]  # a selection is its own state
 
 
