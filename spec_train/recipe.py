@@ -109,7 +109,7 @@ class DataSection(Section):
 
     @field_validator("held_out")
     @classmethod
-    def _fraction_or_count(cls, value: float | int) -> float | int:
+    def _fraction_or_count(cls, value: float) -> float:
         if value < 0 or (isinstance(value, float) and value >= 1):
             raise ValueError(f"must be a fraction from 0 to below 1 or a whole number of conversations, got {value}")
         return value
@@ -327,7 +327,7 @@ def known_keys() -> list[str]:
 
 
 def _hint(key: str) -> str:
-    """"; did you mean X?" for an unknown dotted key, or nothing when no known key is near."""
+    """ "; did you mean X?" for an unknown dotted key, else what its section has, else nothing."""
     section, _, leaf = key.rpartition(".")
     keys = known_keys()
     by_leaf: dict[str, list[str]] = {}
@@ -339,7 +339,9 @@ def _hint(key: str) -> str:
     near = difflib.get_close_matches(key, siblings, 1, 0.75) or by_leaf.get(leaf, [])[:1]
     if not near:
         near = [by_leaf[name][0] for name in difflib.get_close_matches(leaf, by_leaf, 1, 0.6)]
-    return f"; did you mean {near[0]}?" if near and near[0] != key else ""
+    if near and near[0] != key:
+        return f"; did you mean {near[0]}?"
+    return f"; {section} has {', '.join(name.rpartition('.')[2] for name in siblings)}" if section and siblings else ""
 
 
 def _generic(parts: Sequence[str]) -> str:

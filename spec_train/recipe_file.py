@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from spec_train.assets import ASSET_PREFIX, asset_path, resolve_path
 from spec_train.errors import UserError
 
 
@@ -53,8 +54,6 @@ def find_recipe(path: Path) -> Path:
         return path
     if path.is_dir():
         raise UserError(f"{path}: is a directory; name a recipe file such as recipes/quickstart/eagle3.yaml")
-    from spec_train.assets import asset_path
-
     bundle = asset_path("recipes")
     bundled = {f"recipes/{file.relative_to(bundle).as_posix()}": file for file in sorted(bundle.rglob("*.yaml"))}
     if path.as_posix() in bundled:
@@ -66,7 +65,7 @@ def find_recipe(path: Path) -> Path:
 def parse_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises UserError with the line where the syntax breaks."""
     try:
-        fields = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+        fields = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # _Loader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
         raise UserError(f"{file}:{line} not valid YAML: {error.problem}") from None
@@ -82,9 +81,11 @@ def apply_override(fields: dict[str, Any], override: str) -> None:
     key, _, text = override.partition("=")
     refuse_secrets(f"override {key}", text)
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        value = yaml.load(text, _Loader)  # _Loader is a SafeLoader
     except yaml.YAMLError:
-        raise UserError(f"override {key}: the value is not valid YAML; quote it for the shell, or check brackets") from None
+        raise UserError(
+            f"override {key}: the value is not valid YAML; quote it for the shell, or check brackets"
+        ) from None
     *parents, leaf = key.strip().split(".")
     node: Any = fields
     for part in parents:
@@ -141,7 +142,8 @@ def resolve_paths(fields: dict[str, Any], folder: Path, suites: Sequence[str]) -
 
 
 def _existing(key: str, path: str, folder: Path, alternative: str = "") -> str:
-    if path.startswith("asset:"):
+    if path.startswith(ASSET_PREFIX):
+        resolve_path(path)  # raises where nothing of that name is bundled
         return path
     for candidate in (Path(path).expanduser(), folder / path):
         if candidate.exists():

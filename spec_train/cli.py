@@ -1,0 +1,339 @@
+"""The commands. Each one loads its recipe, calls one function of `pipeline.py` and says where the result lies.
+
+Heavy modules are imported inside the commands, so that `--help` answers at once. Exit status: 0 success, 2 a wrong
+command, recipe or input (one line on stderr), 1 a failure while running, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from typer.core import TyperCommand
+
+from spec_train.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spec_train.recipe import Recipe
+
+STAGES = ("prompts", "responses", "features", "train", "eval", "export", "verify")
+INTERRUPTED = 130
+
+# Typer raises its own copy of click's errors or the installed click's, by version; this is the base it uses.
+_ClickException = cast("type[Exception]", typer.BadParameter.__mro__[2])
+
+app = typer.Typer(
+    help="Train speculative-decoding heads, measure what they accept, and serve them with vLLM.",
+    epilog="Under a launcher: accelerate launch --config_file accelerate_configs/ddp.yaml -m spec_train train RECIPE",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a bundled one: recipes/quickstart/eagle3.yaml")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the recipe's")
+]
+Force = Annotated[bool, typer.Option("--force", help="Make this stage anew even where it is current")]
+
+
+class _ListCommand(TyperCommand):
+    """A command whose numeric options take several values: `--num-draft-tokens 3 5 7`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _repeat_options(args, ("--num-draft-tokens", "--temperature")))
+
+
+def _repeat_options(args: list[str], options: tuple[str, ...]) -> list[str]:
+    """`--x 3 5` as `--x 3 --x 5`, the form the parser knows. Only numbers after the first value are taken."""
+    repeated: list[str] = []
+    current, values = "", 0
+    for arg in args:
+        if arg in options:
+            current, values = arg, 0
+        elif current and values and not arg.replace(".", "", 1).isdigit():
+            current = ""
+        elif current:
+            repeated += [current] * (values > 0)
+            values += 1
+        repeated.append(arg)
+    return repeated
+
+
+def _load(path: Path, overrides: list[str] | None) -> Recipe:
+    from spec_train.recipe import load_recipe
+
+    return load_recipe(path, overrides or ())
+
+
+def _console() -> Console:
+    """Standard output of the main process; the other ranks of a launch stay silent."""
+    from rich.console import Console
+
+    return Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
+
+
+def _say_where(recipe: Recipe, stage: str = "") -> None:
+    _console().print(f"{stage or 'run'}: done, see {Path(recipe.run.output_dir) / stage}", markup=False)
+
+
+@app.command()
+def run(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    force: Annotated[
+        list[str] | None, typer.Option("--force", metavar="STAGE|all", help="Make this stage anew; may be repeated")
+    ] = None,
+) -> None:
+    """Every stage of a recipe in order, skipping what is current. May be interrupted and repeated."""
+    unknown = [stage for stage in force or () if stage not in (*STAGES, "all")]
+    if unknown:
+        raise UserError(f"--force {unknown[0]}: no such stage; stages are {', '.join(STAGES)}, or all")
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import run_all
+
+    run_all(loaded, force=set(STAGES) if "all" in (force or ()) else set(force or ()))
+    _say_where(loaded)
+
+
+@app.command()
+def prompts(recipe: RecipePath, overrides: Overrides = None, force: Force = False) -> None:
+    """Read the data sources into one list of prompts, with what was dropped and why."""
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import run_prompts
+
+    run_prompts(loaded, force=force)
+    _say_where(loaded, "prompts")
+
+
+@app.command()
+def responses(recipe: RecipePath, overrides: Overrides = None, force: Force = False) -> None:
+    """Let the target answer the prompts (or render the answers in the data, with responses.mode=keep)."""
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import run_responses
+
+    run_responses(loaded, force=force)
+    _say_where(loaded, "responses")
+
+
+@app.command()
+def features(recipe: RecipePath, overrides: Overrides = None, force: Force = False) -> None:
+    """Store the target's hidden states (features.mode=offline)."""
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import run_features
+
+    run_features(loaded, force=force)
+    _say_where(loaded, "features")
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None, force: Force = False) -> None:
+    """Train the speculator; resumes from the last checkpoint. Runs under accelerate launch too."""
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import run_train
+
+    run_train(loaded, force=force)
+    _say_where(loaded, "train")
+
+
+@app.command(name="eval", cls=_ListCommand)
+def evaluate(
+    subject: Annotated[
+        str, typer.Argument(metavar="RECIPE|CHECKPOINT|ngram", help="A recipe, a checkpoint or export, or ngram")
+    ],
+    overrides: Overrides = None,
+    force: Force = False,
+    target: Annotated[str | None, typer.Option(help="The target model: a folder or hub id")] = None,
+    suite: Annotated[str | None, typer.Option(help="held_out, gsm8k, humaneval, mt_bench or a JSONL path")] = None,
+    num_draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="One or more, e.g. 3 5 7")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="One or more, e.g. 0 1")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Decode the first N prompts only")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Length limit of an answer (default 256)")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Requests decoded together (default 16)")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the results there")] = None,
+) -> None:
+    """Decode with the speculator and measure acceptance length, losslessness and speed."""
+    given = {
+        "num_draft_tokens": num_draft_tokens,
+        "temperature": temperature,
+        "max_prompts": max_prompts,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "dtype": dtype,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    if subject.endswith((".yaml", ".yml")):
+        if settings or target or suite or json_path:
+            raise UserError(
+                "eval RECIPE takes its settings from the recipe; override them, e.g. eval.num_draft_tokens=[3,5]"
+            )
+        loaded = _load(Path(subject), overrides)
+        from spec_train.pipeline import run_eval
+
+        run_eval(loaded, force=force)
+        _say_where(loaded, "eval")
+        return
+    if overrides:
+        raise UserError(
+            f"{overrides[0]}: overrides belong to a recipe; for a checkpoint use the options of eval --help"
+        )
+    if subject != "ngram" and not Path(subject).is_dir():
+        raise UserError(f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor ngram")
+    if target is None or suite is None:
+        raise UserError(f"eval {subject} needs --target MODEL and --suite SUITE")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype must be one of float32, bfloat16, float16, got {dtype!r}")
+    _evaluate_checkpoint(subject, target, suite, settings, json_path)
+
+
+def _evaluate_checkpoint(
+    subject: str, target: str, suite: str, settings: dict[str, Any], json_path: Path | None
+) -> None:
+    from spec_train.manifest import atomic_write_json
+    from spec_train.pipeline import evaluate_checkpoint
+
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
+    settings = {"num_draft_tokens": [3, 5], "temperature": [0.0], **settings}
+    results = evaluate_checkpoint(subject, target, suite, **settings)
+    _print_results(results)
+    if json_path is not None:
+        atomic_write_json(json_path, results)
+        _console().print(f"eval: results in {json_path}", markup=False)
+
+
+def _print_results(results: list[dict[str, Any]]) -> None:
+    """One line per measurement, from the result format of an evaluation."""
+    from rich.table import Table
+
+    table = Table("method", "suite", "K", "T", "acceptance length", "95% interval", "rate", "identical", "speedup")
+    for result in results:
+        low, high = result["mean_acceptance_length_ci95"]
+        lossless, speed = result["lossless"], result["speed"]
+        table.add_row(
+            result["method"],
+            result["suite"],
+            str(result["num_draft_tokens"]),
+            f"{result['temperature']:g}",
+            f"{result['mean_acceptance_length']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            f"{result['draft_acceptance_rate']:.3f}",
+            f"{lossless['identical']}/{lossless['checked']}" if lossless else "-",
+            f"{speed['speedup']:.2f}x" if speed else "-",
+        )
+    _console().print(table)
+
+
+@app.command()
+def export(recipe: RecipePath, overrides: Overrides = None, force: Force = False) -> None:
+    """Write the best checkpoint in the formats that vLLM loads, reloaded strictly and compared."""
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import run_export
+
+    run_export(loaded, force=force)
+    _say_where(loaded, "export")
+
+
+@app.command()
+def verify(
+    subject: Annotated[str, typer.Argument(metavar="RECIPE|EXPORT_DIR", help="A recipe, or an exported folder")],
+    overrides: Overrides = None,
+    force: Force = False,
+    target: Annotated[str | None, typer.Option(help="The target, where the export does not name it")] = None,
+) -> None:
+    """Prove an export: strict reload, equal logits, and the same drafts in a real vLLM where one is installed."""
+    if subject.endswith((".yaml", ".yml")):
+        if target is not None:
+            raise UserError("verify RECIPE takes the target from the recipe; drop --target")
+        loaded = _load(Path(subject), overrides)
+        from spec_train.pipeline import run_verify
+
+        run_verify(loaded, force=force)
+        _say_where(loaded, "verify")
+        return
+    if overrides:
+        raise UserError(f"{overrides[0]}: overrides belong to a recipe; an export is verified as it is")
+    if not Path(subject).is_dir():
+        raise UserError(f"{subject}: neither a recipe (.yaml) nor an export folder")
+    from spec_train.pipeline import verify_export
+
+    _console().print_json(data=verify_export(Path(subject), target))
+
+
+@app.command()
+def inspect(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", min=1, help="How many rows to show")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row, then the counts")] = False,
+) -> None:
+    """Show rendered samples with the tokens that training supervises."""
+    loaded = _load(recipe, overrides)
+    from spec_train.pipeline import inspect_rows
+
+    rows, kept, dropped = inspect_rows(loaded, count)
+    if as_json:
+        keys = ("id", "input_ids", "loss_mask", "text", "supervised_text")
+        for row in rows:
+            print(json.dumps({key: row[key] for key in keys}, ensure_ascii=False))
+        print(json.dumps({"kept": kept, "dropped": dict(dropped)}, ensure_ascii=False))
+        return
+    from rich.text import Text
+
+    console = _console()
+    for row in rows:
+        console.rule(Text(str(row["id"])))
+        text = Text()
+        for piece, supervised in row["segments"]:
+            text.append(piece, style="bold green" if supervised else "dim")
+        console.print(text)
+        console.print(
+            f"{sum(row['loss_mask'])} of {len(row['input_ids'])} tokens are supervised (green)", style="italic"
+        )
+    reasons = ", ".join(f"{number} {reason}" for reason, number in dropped.items()) or "none"
+    console.print(f"kept {kept}, dropped: {reasons}", markup=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, memory, disk, and which methods the installed vLLM loads."""
+    from spec_train.doctor import findings
+
+    console = _console()
+    for name, finding in findings():
+        console.print(f"{name:<14} {finding}", markup=False)
+
+
+def _complain(message: str) -> None:
+    """One line on stderr, from one process of each machine: a missing file may be missing on one machine only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(" ".join(message.split()), file=sys.stderr)
+
+
+def main() -> None:
+    """The program: runs a command and turns its end into an exit status."""
+    try:
+        status = app(prog_name="spec-train", standalone_mode=False)
+    except UserError as error:
+        _complain(f"error: {error}")
+        sys.exit(2)
+    except _ClickException as error:
+        # Typer's own wording of a wrong command line, on one line.
+        _complain(f"error: {cast('Any', error).format_message()} See spec-train --help")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort) as interruption:
+        if isinstance(interruption.__cause__, EOFError):  # a lost worker, not a user: show where
+            raise interruption.__cause__ from None
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        _complain("interrupted; repeat the same command to go on from here")
+    sys.exit(status if isinstance(status, int) else 0)
