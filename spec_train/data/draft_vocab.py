@@ -1,0 +1,91 @@
+"""The draft's reduced vocabulary: the target ids that its head can propose.
+
+Legend: V target vocabulary (embedding rows, padding included), D draft vocabulary.
+`d2t[i] = target id - i` (offsets, as EAGLE-3 checkpoints and vLLM have it, never absolute ids); `t2d` bool [V].
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from spec_train.data.documents import Document
+from spec_train.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOW_COVERAGE = 0.95
+
+
+def choose_draft_vocab(
+    documents: Iterable[Document],
+    vocab_size_target: int,
+    size: int,
+    *,
+    special_ids: Iterable[int],
+    tokenizer_len: int,
+) -> Tensor:
+    """The `size` target ids a draft needs most: int64 [D], ascending, unique.
+
+    `special_ids` (eos and its like) are always in. Then ids by how often the responses use them, ties broken by their
+    use in prompts; then ids seen in prompts only; then the lowest unseen ones. Ids from `tokenizer_len` on are padding
+    rows of the target and never in, so D is `tokenizer_len` where `size` asks for more. Raises UserError for a size
+    that makes no sense.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= vocab_size_target:
+        raise UserError(
+            f"speculator.draft_vocab_size must be a whole number from 1 to the target's {vocab_size_target}, got {size!r}"
+        )
+    usable = min(tokenizer_len, vocab_size_target)
+    if size > usable:
+        logger.warning("draft vocabulary: %d ids instead of %d, all that the tokenizer has", usable, size)
+        size = usable
+    always = {token for token in special_ids if 0 <= token < usable}
+    if len(always) > size:
+        raise UserError(f"speculator.draft_vocab_size {size} cannot hold the {len(always)} tokens that end a response")
+    in_responses, in_prompts = _counts(documents)
+    ranked = sorted(range(usable), key=lambda token: (-in_responses[token], -in_prompts[token], token))
+    fill = [token for token in ranked if token not in always][: size - len(always)]
+    ids = torch.tensor(sorted(always | set(fill)), dtype=torch.int64)
+    unseen = sum(in_responses[token] == 0 for token in ids.tolist())
+    if unseen:
+        logger.info("draft vocabulary: %d of %d ids occur in no response", unseen, size)
+    share = sum(in_responses[token] for token in ids.tolist()) / max(1, in_responses.total())
+    if share < LOW_COVERAGE:
+        logger.warning("draft vocabulary: %d ids cover only %.1f%% of the response tokens", size, 100 * share)
+    return ids
+
+
+def coverage(documents: Iterable[Document], ids: Tensor | Sequence[int]) -> float:
+    """Share of the response tokens of `documents` that the draft vocabulary `ids` can express; 1.0 where there are none."""
+    counts, _ = _counts(documents)
+    members = set(ids.tolist() if isinstance(ids, Tensor) else ids)
+    total = counts.total()
+    return sum(count for token, count in counts.items() if token in members) / total if total else 1.0
+
+
+def d2t(ids: Tensor) -> Tensor:
+    """int64 [D]: what to add to a draft id to get its target id."""
+    return ids.to(torch.int64) - torch.arange(len(ids), dtype=torch.int64, device=ids.device)
+
+
+def t2d(ids: Tensor, vocab_size_target: int) -> Tensor:
+    """bool [V]: whether the draft can propose a target id."""
+    mask = torch.zeros(vocab_size_target, dtype=torch.bool, device=ids.device)
+    mask[ids] = True
+    return mask
+
+
+def _counts(documents: Iterable[Document]) -> tuple[Counter[int], Counter[int]]:
+    """How often each id occurs in responses, and in prompts."""
+    in_responses: Counter[int] = Counter()
+    everywhere: Counter[int] = Counter()
+    for document in documents:
+        everywhere.update(document.input_ids)
+        for start, end in document.spans:
+            in_responses.update(document.input_ids[start:end])
+    return in_responses, everywhere - in_responses
