@@ -140,9 +140,11 @@ class Speculator(nn.Module, Proposer):
     def serving(self) -> ServingCheckpoint:
         """Names, shapes and config of the exported checkpoint (VLLM contract)."""
 
-    def forward(self, batch: Batch, normalizer: Tensor) -> LossOutput:
-        """`loss`, under the name that DDP, FSDP and DeepSpeed hook."""
-        return self.loss(batch, normalizer)
+    def forward(self, batch: Batch, normalizer: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """(loss, sums, counts) of `loss`, under the name that DDP, FSDP and DeepSpeed hook. Plain containers: FSDP and
+        ZeRO look for the tensors whose backward they must prepare, and do not look inside a dataclass."""
+        output = self.loss(batch, normalizer)
+        return output.loss, output.sums, output.counts
 
 
 def response_hits(batch: Batch, hit_BTK: Tensor) -> list[ResponseHits]:

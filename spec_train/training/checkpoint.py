@@ -40,7 +40,7 @@ BEST_FILE = "best.json"
 @dataclass
 class TrainState:
     """Where a run stands. Everything else follows from the recipe: the data order and the learning rate are functions
-    of the step, and random numbers are seeded anew in every step.
+    of the step, and random numbers are seeded anew in every micro-batch.
 
     plan            what fixes the data order; a resumed run must agree with it
     run_id          identity at the trackers, kept over resumes

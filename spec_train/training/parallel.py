@@ -6,6 +6,7 @@ The training loop is the same for all; what is done differently (backward, clipp
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -87,7 +88,10 @@ def prepare(accelerator: Accelerator, speculator: Speculator, optim: OptimSectio
     if accelerator.distributed_type == DistributedType.FSDP:
         # One unit: a speculator is small and calls into its layers' parts, past the hooks that inner units rely on.
         accelerator.state.fsdp_plugin.auto_wrap_policy = None
-    model, prepared = accelerator.prepare(speculator, optimizer)
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers; older ones know no other name.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        model, prepared = accelerator.prepare(speculator, optimizer)
     if _zero_stage(accelerator) == 3:
         import deepspeed
 

@@ -1,7 +1,7 @@
 """The training loop: plain on purpose, on Accelerate, resumable to the bit.
 
 Every optimiser step is a function of (weights, optimiser state, step): the data order, the learning rate and the
-random seed follow from the step alone. The loss is a sum over the supervised tokens of the whole step (all
+random seeds follow from the step alone. The loss is a sum over the supervised tokens of the whole step (all
 micro-batches of all processes) divided by their number, so accumulation and data parallelism change nothing.
 """
 
@@ -214,7 +214,6 @@ class _Run:
     def step(self, step: int, micro_batches: list[Rows]) -> dict[str, float]:
         """One optimiser step. Returns its figures, summed over the window and all processes."""
         accelerator, world = self.accelerator, self.accelerator.num_processes
-        set_seed((self.seed * 1_000_003 + step * world + accelerator.process_index) % 2**32)
         started = Clock(0.0)
         rate = self.optim.lr * learning_rate_scale(
             step,
@@ -234,15 +233,18 @@ class _Run:
         losses, totals = [], _Totals()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
+            # By place in the window, not by process: another split of the same window draws the same numbers.
+            place = index * world + accelerator.process_index
+            set_seed((self.seed * 1_000_003 + step * self.plan.per_step + place) % 2**32)
             with parallel.synchronised_only(accelerator, self.model, last):
-                output = self.model(self.provider(batch), normalizer)
+                loss, sums, metric_counts = self.model(self.provider(batch), normalizer)
                 # The engine averages gradients over processes; the loss is already divided by the global count.
-                parallel.backward(accelerator, self.model, output.loss * world, last)
-            losses.append(output.loss.detach().double())
+                parallel.backward(accelerator, self.model, loss * world, last)
+            losses.append(loss.detach().double())
             totals.add("loss", losses[-1])
             totals.add("tokens", (batch.loss_weight_BT > 0).sum().double())
-            for name, value in output.sums.items():
-                totals.add(name, value.detach().double(), output.counts[name].detach().double())
+            for name, value in sums.items():
+                totals.add(name, value.detach().double(), metric_counts[name].detach().double())
         norm = parallel.clip_gradients(accelerator, self.model, self.optim.max_grad_norm)
         self._stop_if_not_finite(step, norm, torch.stack(losses), mine)
         self.optimizer.step()
