@@ -1,4 +1,4 @@
-"""Random EAGLE-3 checkpoints, written by hand from the contract: names, shapes and config owe nothing to our exporter."""
+"""Random EAGLE-3 checkpoints, written by hand from the contract: nothing here comes from our exporter."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def random_eagle3(
         "num_aux_hidden_states": len(aux_ids),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_ids), "use_aux_hidden_state": True},
         "torch_dtype": "float32",
-        **{name: False for name in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")},
+        **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"), False),
         **flags,
     }
     return ServingCheckpoint("eagle3", config, tensors, speculators_form(config))

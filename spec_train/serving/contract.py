@@ -56,16 +56,31 @@ EAGLE3_ARCHITECTURES = {
     "Eagle3Qwen3ForCausalLM": "qwen3",
 }
 EAGLE3_FLAGS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
-# Keys that vLLM honours, and a few that change nothing. Any other key is refused: vLLM would ignore it in silence.
+# What Transformers writes into every config and nothing reads.
+NEUTRAL_KEYS = frozenset(
+    {
+        *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder"),
+        *(
+            "id2label",
+            "label2id",
+            "problem_type",
+            "pretraining_tp",
+            "initializer_range",
+            "attention_dropout",
+            "use_cache",
+        ),
+        *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype"),
+        "trained_max_length",
+    }
+)
+# Keys that vLLM honours in a head. Any other key is refused: vLLM would ignore it in silence.
 EAGLE3_KEYS = frozenset(
     {
         *("architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
         *("num_attention_heads", "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size"),
         *("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling"),
         *("attention_bias", "mlp_bias", "tie_word_embeddings", "num_aux_hidden_states", "eagle_config", "logit_scale"),
-        *("eagle_aux_hidden_state_layer_ids", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype"),
-        *("initializer_range", "attention_dropout", "use_cache", "transformers_version", "trained_max_length"),
-        *EAGLE3_FLAGS,
+        *("eagle_aux_hidden_state_layer_ids", *EAGLE3_FLAGS),
     }
 )
 EAGLE3_REQUIRED_KEYS = (
@@ -166,11 +181,12 @@ def check_speculators(speculators_config: Mapping[str, Any], config: Mapping[str
     if not (inner.get("verifier") or {}).get("name_or_path"):
         problems.append("speculators_config.verifier.name_or_path is missing: vLLM finds the target through it")
     served = served_config(speculators_config)
-    for key in sorted((EAGLE3_KEYS & set(config)) - {"architectures", "torch_dtype", "dtype", "trained_max_length"}):
-        if served.get(key) != config[key]:
-            problems.append(
-                f"{key} reaches vLLM as {served.get(key)!r} through the speculators form, not {config[key]!r}"
-            )
+    compared = (EAGLE3_KEYS & set(config)) - {"architectures", "eagle_config"}  # the latter repeats the top level
+    problems += [
+        f"{key} reaches vLLM as {served.get(key)!r} through the speculators form, not {config[key]!r}"
+        for key in sorted(compared)
+        if served.get(key) != config[key]
+    ]
     if EAGLE3_ARCHITECTURES.get(served["architectures"][0]) != config.get("model_type"):
         problems.append(f"transformer_layer_config.model_type is {served.get('model_type')!r}")
     return problems
@@ -234,8 +250,8 @@ def _check_config(config: Mapping[str, Any]) -> list[str]:
     problems = [f"config.json lacks {key}" for key in EAGLE3_REQUIRED_KEYS if config.get(key) is None]
     if "quantization_config" in config:
         problems.append("config.json has a quantization_config: vLLM would look for scales that the head does not have")
-    for key in sorted(set(config) - EAGLE3_KEYS - {"quantization_config"}):
-        problems.append(f"config.json has {key!r}, which vLLM 0.32 and 0.33 ignore in an EAGLE-3 head")
+    ignored = sorted(set(config) - EAGLE3_KEYS - NEUTRAL_KEYS - {"quantization_config"})
+    problems += [f"config.json has {key!r}, which vLLM 0.32 and 0.33 ignore in an EAGLE-3 head" for key in ignored]
     architectures = list(config.get("architectures") or [])
     model_type = EAGLE3_ARCHITECTURES.get(architectures[0]) if len(architectures) == 1 else None
     if model_type is None:

