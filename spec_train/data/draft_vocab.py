@@ -38,7 +38,7 @@ def choose_draft_vocab(
     """
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= vocab_size_target:
         raise UserError(
-            f"speculator.draft_vocab_size must be a whole number from 1 to the target's {vocab_size_target}, got {size!r}"
+            f"speculator.draft_vocab_size must be a whole number from 1 to {vocab_size_target}, got {size!r}"
         )
     usable = min(tokenizer_len, vocab_size_target)
     if size > usable:
@@ -61,7 +61,7 @@ def choose_draft_vocab(
 
 
 def coverage(documents: Iterable[Document], ids: Tensor | Sequence[int]) -> float:
-    """Share of the response tokens of `documents` that the draft vocabulary `ids` can express; 1.0 where there are none."""
+    """Share of the response tokens of `documents` that the draft vocabulary `ids` can express; 1.0 for none."""
     counts, _ = _counts(documents)
     members = set(ids.tolist() if isinstance(ids, Tensor) else ids)
     total = counts.total()

@@ -221,8 +221,8 @@ def _json_array(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError:
         raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
