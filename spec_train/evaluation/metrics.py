@@ -14,13 +14,14 @@ every target pass after the prefill. The prefill's own token belongs to no round
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace
+from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 
 BOOTSTRAP_RESAMPLES = 2000
 
@@ -154,49 +155,50 @@ def speed_summary(plain: Sequence[DecodeTrace], spec: Sequence[DecodeTrace]) -> 
     run side by side, so this is the batch's time per token times its rows).
     target_step_ms: one target pass over K + 1 rows a request; baseline_target_step_ms: over one row; draft_ms: drafting
     of one round, all K tokens; verify_ms: the acceptance rule and bookkeeping of one round.
+    plain_steps_per_round: how many plain steps a round replaces. For single requests that is tokens_per_step; in a
+    batch it is less, because the slowest row decides how long the batch runs.
     """
     rate, baseline_rate = _tokens_per_second(spec), _tokens_per_second(plain)
-    timings = [trace.timings for trace in spec]
+    part, baseline = _timing_sums(spec), _timing_sums(plain)
     batches = sum(-(-len(trace.requests) // trace.batch_size) for trace in spec)
     rows = min(spec[0].batch_size, len(spec[0].requests))
-    decoded = sum(len(request.output_ids) - 1 for trace in spec for request in trace.requests)
-    target_steps = sum(t.target_steps for t in timings)
+    tokens_per_pass = _ratio(_decoded_tokens(spec), part.target_steps)
     return {
         "tokens_per_second": rate,
         "baseline_tokens_per_second": baseline_rate,
-        "speedup": rate / baseline_rate,
-        "ttft_ms": 1000 * _ratio(sum(t.prefill for t in timings), batches),
-        "tpot_ms": 1000 * rows * _ratio(sum(t.total - t.prefill for t in timings), decoded),
-        "target_step_ms": 1000 * _ratio(sum(t.target for t in timings), target_steps),
-        "baseline_target_step_ms": 1000
-        * _ratio(sum(t.timings.target for t in plain), sum(t.timings.target_steps for t in plain)),
-        "draft_ms": 1000 * _ratio(sum(t.draft for t in timings), sum(t.draft_steps for t in timings)),
-        "verify_ms": 1000 * _ratio(sum(t.verify for t in timings), target_steps),
+        "speedup": _ratio(rate, baseline_rate),
+        "ttft_ms": 1000 * _ratio(part.prefill, batches),
+        "tpot_ms": 1000 * rows * _ratio(part.total - part.prefill, _decoded_tokens(spec)),
+        "target_step_ms": 1000 * _ratio(part.target, part.target_steps),
+        "baseline_target_step_ms": 1000 * _ratio(baseline.target, baseline.target_steps),
+        "draft_ms": 1000 * _ratio(part.draft, part.draft_steps),
+        "verify_ms": 1000 * _ratio(part.verify, part.target_steps),
+        "plain_steps_per_round": _ratio(tokens_per_pass, _ratio(_decoded_tokens(plain), baseline.target_steps)),
         "batch_size": spec[0].batch_size,
         "rounds": len(spec),
     }
 
 
-def explain_speed(speed: dict[str, Any], step_tokens: float, num_draft_tokens: int) -> str:
-    """Why this machine gains or does not: S = tau * plain step / (draft + pass over K + 1 rows + verify).
+def explain_speed(speed: dict[str, Any], num_draft_tokens: int) -> str:
+    """Why this machine gains or does not, from a "speed" block: S = tau * plain step / (draft + wide pass + verify).
 
-    `step_tokens`: tokens per target pass on the prompts that were timed (tokens_per_step). Source of the model:
-    Leviathan et al. 2023, section 3.3, with measured costs in place of the assumed ones.
+    Source of the model: Leviathan et al. 2023, section 3.3, with measured costs in place of the assumed ones. The
+    prefill is left out, so the gain of short answers is smaller.
     """
     plain_ms, target_ms, draft_ms = speed["baseline_target_step_ms"], speed["target_step_ms"], speed["draft_ms"]
     round_ms = target_ms + draft_ms + speed["verify_ms"]
     if plain_ms <= 0 or round_ms <= 0:
         return "No decoding step was timed, so there is no speed to explain."
-    break_even = round_ms / plain_ms
-    cost = (
-        f"A round costs {round_ms:.1f} ms ({target_ms:.1f} for the target's {num_draft_tokens + 1} rows, "
-        f"{draft_ms:.1f} for drafting) where a plain step costs {plain_ms:.1f} ms, so the break-even is "
-        f"{break_even:.2f} tokens per round."
+    cost, worth = round_ms / plain_ms, speed["plain_steps_per_round"]
+    sentence = (
+        f"A round takes {round_ms:.1f} ms ({draft_ms:.1f} of it to draft {num_draft_tokens} tokens, {target_ms:.1f} "
+        f"for the target's pass over {num_draft_tokens + 1}), {cost:.2f} times a plain step of {plain_ms:.1f} ms, "
+        f"and replaces {worth:.2f} plain steps:"
     )
-    if step_tokens > break_even:
-        return f"{cost} {step_tokens:.2f} are kept: a gain of {step_tokens / break_even:.2f}x is expected."
-    part = "the wider target pass" if target_ms - plain_ms > draft_ms else "drafting"
-    return f"{cost} {step_tokens:.2f} are kept: no gain is expected here, because {part} costs too much."
+    if worth > cost:
+        return f"{sentence} decoding is {worth / cost:.2f}x as fast."
+    culprit = "the wider target pass" if target_ms - plain_ms > draft_ms else "drafting"
+    return f"{sentence} no gain here ({worth / cost:.2f}x), mostly for the cost of {culprit}."
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -242,4 +244,13 @@ def _divergence(plain: RequestTrace, spec: RequestTrace) -> dict[str, Any]:
 
 def _tokens_per_second(traces: Sequence[DecodeTrace]) -> float:
     tokens = sum(len(request.output_ids) for trace in traces for request in trace.requests)
-    return tokens / sum(trace.timings.total for trace in traces)
+    return _ratio(tokens, _timing_sums(traces).total)
+
+
+def _decoded_tokens(traces: Sequence[DecodeTrace]) -> int:
+    """Output tokens without the first of each request, which comes from the prefill."""
+    return sum(len(request.output_ids) - 1 for trace in traces for request in trace.requests)
+
+
+def _timing_sums(traces: Sequence[DecodeTrace]) -> Timings:
+    return Timings(**{field.name: sum(getattr(t.timings, field.name) for t in traces) for field in fields(Timings)})

@@ -185,18 +185,27 @@ def test_speed_by_hand():
     assert speed["draft_ms"] == pytest.approx(3)
     assert speed["verify_ms"] == pytest.approx(2)
     assert speed["rounds"] == 2
-    text = explain_speed(speed, step_tokens=2.5, num_draft_tokens=4)
-    for part in ("30.0 ms", "1.50 tokens per round", "gain of 1.67x"):
+    assert speed["plain_steps_per_round"] == pytest.approx(2.5)
+    text = explain_speed(speed, num_draft_tokens=4)
+    for part in ("30.0 ms", "1.50 times a plain step of 20.0 ms", "replaces 2.50 plain steps", "is 1.67x as fast"):
         assert part in text
-    assert "no gain is expected here, because the wider target pass" in explain_speed(speed, 1.2, 4)
-    assert "because drafting" in explain_speed({**speed, "draft_ms": 30.0}, 1.2, 4)
-    assert "no speed to explain" in explain_speed({**speed, "baseline_target_step_ms": 0.0}, 1.2, 4)
+    few = {**speed, "plain_steps_per_round": 1.2}
+    assert "no gain here (0.80x), mostly for the cost of the wider target pass" in explain_speed(few, 4)
+    assert "mostly for the cost of drafting" in explain_speed({**few, "draft_ms": 30.0}, 4)
+    assert "no speed to explain" in explain_speed({**speed, "baseline_target_step_ms": 0.0}, 4)
 
 
 def test_a_batchs_time_between_tokens_is_a_requests_own():
     requests = [request(name=str(i), output=range(11)) for i in range(4)]
     run = trace(*requests, timings=Timings(1.2, 0.2, 1.0, target_steps=10), batch_size=4)
     assert speed_summary([run], [run])["tpot_ms"] == pytest.approx(100)  # ten steps of 100 ms each, for every row
+
+
+def test_the_slowest_row_of_a_batch_decides():
+    # one request needs 2 rounds for its ten tokens, the other 10: the batch runs 10 rounds, as plain decoding does
+    requests = [request(name="a", output=range(11)), request(name="b", output=range(11))]
+    run = trace(*requests, timings=Timings(1.0, 0.0, 1.0, target_steps=10), batch_size=2)
+    assert speed_summary([run], [run])["plain_steps_per_round"] == 1.0
 
 
 @pytest.mark.vllm
