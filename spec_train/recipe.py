@@ -352,6 +352,7 @@ def _generic(parts: Sequence[str]) -> str:
 def _refuse_unknown_override(override: str) -> None:
     """Overrides are checked by name first, so that the hint sees the whole dotted key."""
     key = override.partition("=")[0].strip()
+    refuse_secrets("override", key)
     parts = key.split(".")
     generic, known = _generic(parts), known_keys()
     if "=" not in override or len(parts) < 2:

