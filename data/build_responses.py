@@ -1,4 +1,4 @@
-"""Have the target answer the prompts of a recipe: `spec-train responses RECIPE [section.key=value ...]` by path, from a clone."""
+"""Have the target answer the prompts: `spec-train responses RECIPE [section.key=value ...]` by path, from a clone."""
 
 import sys
 from pathlib import Path

@@ -83,22 +83,22 @@ def render(
         terminators = chat.terminators()
         messages = _with_system(conversation.messages, system_prompt)
         messages = [_without_terminator(message, terminators) for message in messages]
-        try:
-            text = chat.text(messages)
-        except (TemplateError, TypeError) as error:
-            return DropReason(f"the chat template refuses the row: {_one_line(error)}")
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if last_turn_only:
             turns = turns[-1:]
         supervised = [index for index in turns if messages[index].get("weight", 1) != 0]
+        if not supervised:
+            return DropReason("no assistant turn to learn from")
+        try:
+            text = chat.text(messages)
+        except (TemplateError, TypeError) as error:
+            return DropReason(f"the chat template refuses the row: {_one_line(error)}")
         ranges = [chat.turn_range(messages, index, text, terminators) for index in supervised]
         if None in ranges:
             return DropReason("an assistant turn cannot be found in the rendered chat")
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoding["input_ids"])
         spans = _token_spans(ids, encoding["offset_mapping"], text, [r for r in ranges if r is not None], terminators)
-    if not spans:
-        return DropReason("no assistant turn to learn from")
     spans = [(start, min(end, max_length)) for start, end in spans if start < min(end, max_length)]
     if not spans:
         return DropReason("no response token left within data.max_length")
@@ -209,6 +209,8 @@ class _Chat:
 
     def try_text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
         """`text`, or None for a chat that the template refuses: not every prefix or change of a legal chat is legal."""
+        if not messages:
+            return None
         try:
             return self.text(messages, add_generation_prompt)
         except (TemplateError, TypeError):
