@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ class ToySpeculator(Speculator):
 
     num_depths = DEPTHS
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, dropout: float = 0.1) -> None:
         super().__init__()
+        self.dropout = dropout
         self.mix = nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.heads = nn.ModuleList([nn.Linear(HIDDEN, VOCAB, bias=False) for _ in range(DEPTHS)])
@@ -44,7 +46,7 @@ class ToySpeculator(Speculator):
     def _logits(self, batch: Batch, depth: int) -> Tensor:
         assert batch.last_hidden_BTH is not None
         # Dropout draws random numbers: a resumed run must draw the same ones.
-        state = F.dropout(self.mix(batch.last_hidden_BTH.to(self.mix.weight.dtype)), 0.1, self.training)
+        state = F.dropout(self.mix(batch.last_hidden_BTH.to(self.mix.weight.dtype)), self.dropout, self.training)
         logits: Tensor = self.heads[depth](torch.tanh(state * self.scale))
         return logits
 
@@ -75,8 +77,6 @@ class ToySpeculator(Speculator):
 
 def toy_states(batch: Batch) -> Batch:
     """The provider: a fixed random state for every token id."""
-    from dataclasses import replace
-
     table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
     return replace(batch, last_hidden_BTH=table[batch.input_ids_BT])
 
@@ -92,7 +92,9 @@ def toy_documents(count: int, seed: int = 0) -> list[Document]:
     return documents
 
 
-def toy_train(output_dir: Path, *, held_out: int = 6, documents: list[Document] | None = None, **changes: Any) -> TrainResult:
+def toy_train(
+    output_dir: Path, *, held_out: int = 6, documents: list[Document] | None = None, **changes: Any
+) -> TrainResult:
     """Train a ToySpeculator; `changes` are fields of the train section, `optim` a dict for the other one, `provider`."""
     provider = changes.pop("provider", toy_states)
     optim = OptimSection(**{"lr": 0.02, **changes.pop("optim", {})})

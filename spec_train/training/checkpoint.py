@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spec_train.errors import UserError
+from spec_train.manifest import atomic_write_json
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -97,10 +98,10 @@ def finish_checkpoint(
             check_tensors(optimizer, {name: tensor.shape for name, tensor in optimizer.items()})
             _write_tensors(temporary / OPTIMIZER_FILE, optimizer)
         _write_tensors(temporary / MODEL_FILE, model)
-        write_json(temporary / SPECULATOR_FILE, dict(speculator_config))
-        write_json(temporary / STATE_FILE, asdict(state))
+        atomic_write_json(temporary / SPECULATOR_FILE, dict(speculator_config))
+        atomic_write_json(temporary / STATE_FILE, asdict(state))
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        write_json(
+        atomic_write_json(
             temporary / COMPLETE_FILE, {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
         )
     except (ValueError, OSError):
@@ -133,13 +134,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in copies.items():
             if not torch.equal(file.get_tensor(name), tensor):
                 raise OSError(f"{path}: {name} differs from what was written; check the disk")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Atomically, indented."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -182,12 +176,13 @@ def mark_best(root: Path, state: TrainState, metric: str) -> None:
     if state.best_step is None:
         (root / BEST_FILE).unlink(missing_ok=True)
     else:
-        write_json(root / BEST_FILE, {"step": state.best_step, "metric": metric, "value": state.best_value})
+        atomic_write_json(root / BEST_FILE, {"step": state.best_step, "metric": metric, "value": state.best_value})
 
 
 def prune_checkpoints(root: Path, keep: int, best_step: int | None) -> None:
     """Remove all but the `keep` newest complete checkpoints and the best one."""
-    complete = sorted(path for path in root.glob("step-*") if path.name[5:].isdigit() and is_complete(path))
+    complete = [path for path in root.glob("step-*") if path.name[5:].isdigit() and is_complete(path)]
+    complete.sort(key=lambda path: int(path.name[5:]))
     kept = set(complete[-keep:])
     if best_step is not None:
         kept.add(checkpoint_path(root, best_step))

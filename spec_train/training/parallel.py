@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
 from safetensors.torch import load_file
 from torch import Tensor
@@ -47,6 +48,8 @@ def make_accelerator(
         raise UserError("run.device is cuda but torch sees no GPU; set run.device to auto or cpu")
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     on_cpu = device == "cpu" or not torch.cuda.is_available()
+    # Accelerate remembers the settings of an earlier run in this process and would refuse other ones.
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     return Accelerator(
         mixed_precision="bf16" if precision == "bf16" else "no",
         cpu=on_cpu and not deepspeed,  # under DeepSpeed the flag would switch the engine off

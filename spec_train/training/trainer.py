@@ -25,6 +25,7 @@ from torch import Tensor
 from spec_train.batch import Batch
 from spec_train.data.batches import Rows, build_batch, plan_epoch
 from spec_train.errors import UserError
+from spec_train.manifest import atomic_write_json
 from spec_train.speculators.base import Speculator
 from spec_train.training import checkpoint as ckpt
 from spec_train.training import parallel
@@ -133,7 +134,7 @@ def train(
         for epoch, micro_batches in run.plan.steps(state.step, run.total_steps):
             figures = run.step(state.step, micro_batches)
             state.step += 1
-            state.trained_tokens += int(figures["tokens"])
+            state.trained_tokens += round(figures["tokens"])
             last = state.step == run.total_steps
             log.advance(state.step)
             if state.step % train.log_every == 0 or last:
@@ -344,7 +345,7 @@ class _Run:
             peak_memory=_peak_memory(self.accelerator.device),
         )
         if self.accelerator.is_main_process:
-            ckpt.write_json(self.output_dir / "result.json", asdict(result))
+            atomic_write_json(self.output_dir / "result.json", asdict(result))
         return result
 
 
