@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -294,6 +296,22 @@ class Eagle3(Speculator):
             if init == "target_layer":
                 _copy_last_layer(head, target)
         return head
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Eagle3:
+        """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
+        fields = {key: value for key, value in saved.items() if key != "type"}
+        config = Eagle3Config(**{**fields, "aux_layer_ids": tuple(fields["aux_layer_ids"])})
+        tensors = load_file(checkpoint / "model.safetensors")
+        if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
+            raise UserError(
+                f"{checkpoint}: trained for a target of vocabulary {config.vocab_size} and width {config.target_hidden_size}; "
+                f"{target.name} has {target.vocab_size} and {target.hidden_size}"
+            )
+        head = cls(config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
+        head.load_state_dict(tensors)
+        head.to(target.device, target.dtype).borrow(target)
+        return head.eval().requires_grad_(False)
 
     def borrow(self, target: TargetModel) -> None:
         """Take the frozen embedding and output rows of the target (shared storage where dtype and device agree)."""
@@ -618,17 +636,21 @@ class Eagle3(Speculator):
         return head.eval().requires_grad_(False)
 
 
+def aux_layer_ids(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """The recipe's ids, ascending, or the default. Raises UserError for ids that the target does not have."""
+    ids = tuple(sorted(chosen)) if chosen else default_aux_layer_ids(num_layers)
+    if len(set(ids)) != len(ids) or ids[0] < 0 or ids[-1] > num_layers:
+        raise UserError(f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{num_layers}, the target's layers")
+    return ids
+
+
 def eagle3_config(options: Any, target: TargetModel, draft_vocab_size: int) -> Eagle3Config:
     """Geometry from the target, options from the recipe's `speculator` section.
 
     Raises UserError for aux ids outside the target and for rotary embeddings that the head cannot copy.
     """
     text = target.config
-    ids = tuple(sorted(options.aux_layer_ids)) if options.aux_layer_ids else default_aux_layer_ids(target.num_layers)
-    if len(set(ids)) != len(ids) or ids[0] < 0 or ids[-1] > target.num_layers:
-        raise UserError(
-            f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{target.num_layers}, the target's layers"
-        )
+    ids = aux_layer_ids(options.aux_layer_ids, target.num_layers)
     heads = int(text.num_attention_heads)
     return Eagle3Config(
         hidden_size=target.hidden_size,

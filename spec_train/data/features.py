@@ -1,0 +1,177 @@
+"""The store of hidden states on disk: sharded safetensors, one index, resumable, checked when opened.
+
+A shard holds whole documents, three tensors each under the document's id: `<id>/aux_hidden` [t, A*H],
+`<id>/last_hidden` [t, H], `<id>/target_lse` [t], with t = tokens - 1 (nothing is predicted from the last token), and
+`<id>/input_ids` [t + 1], by which states and documents are matched. `index.json` lists what is complete: a shard that
+it does not name, or whose size differs, does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spec_train.data.documents import Document
+from spec_train.errors import UserError
+from spec_train.manifest import atomic_write_json, file_sha256
+
+FORMAT_VERSION = 1
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class DocumentFeatures:
+    """States of one document, t = tokens - 1 positions: aux_hidden [t, A*H], last_hidden [t, H], target_lse [t]."""
+
+    aux_hidden: Tensor | None
+    last_hidden: Tensor | None
+    target_lse: Tensor | None
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What the states are: a store is used only where every field agrees with what the run needs."""
+
+    target: str
+    computed_in: str
+    aux_layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+    version: int = FORMAT_VERSION
+
+    def bytes_per_token(self) -> int:
+        """Disk space of one position."""
+        size: int = getattr(torch, self.dtype).itemsize
+        return (len(self.aux_layer_ids) + 1) * self.hidden_size * size + 4
+
+
+class FeatureStore:
+    """A directory of shards, written by `add` and read by `read`. Opening one checks the header and the files' sizes."""
+
+    def __init__(self, directory: Path, header: StoreHeader) -> None:
+        self.directory, self.header = directory, header
+        self._shards: dict[str, dict[str, Any]] = {}
+        self._place: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        index = _read_index(directory)
+        if index is None:
+            return
+        recorded = {**index["header"], "aux_layer_ids": tuple(index["header"]["aux_layer_ids"])}
+        for name, value in asdict(header).items():
+            if recorded.get(name) != value:
+                raise UserError(
+                    f"{directory}: holds features with {name} = {recorded.get(name)}, the run needs {value}; "
+                    "--force features makes them anew"
+                )
+        for name, shard in index["shards"].items():
+            path = directory / name
+            if path.is_file() and path.stat().st_size == shard["bytes"]:
+                self._shards[name] = shard
+                self._place.update(dict.fromkeys(shard["documents"], name))
+
+    def __contains__(self, document_id: str) -> bool:
+        return document_id in self._place
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(int(shard["bytes"]) for shard in self._shards.values())
+
+    def add(self, name: str, rows: Iterable[tuple[Document, DocumentFeatures]]) -> None:
+        """Write one shard (file `name`.safetensors): temporary file, rename, then the index. Replaces one of that name."""
+        tensors: dict[str, Tensor] = {}
+        ids = []
+        for document, states in rows:
+            ids.append(document.id)
+            tensors[f"{document.id}/input_ids"] = torch.tensor(document.input_ids, dtype=torch.int32)
+            for field in ("aux_hidden", "last_hidden", "target_lse"):
+                value = getattr(states, field)
+                if value is None or len(value) != len(document.input_ids) - 1:
+                    raise ValueError(f"{field} of {document.id}: {value if value is None else len(value)} positions")
+                tensors[f"{document.id}/{field}"] = value.contiguous()
+        file = f"{name}.safetensors"
+        path, temporary = self.directory / file, self.directory / f"{file}.tmp"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary)
+        temporary.replace(path)
+        self._open.pop(file, None)
+        self._shards[file] = {"documents": ids, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        self._place.update(dict.fromkeys(ids, file))
+        atomic_write_json(self.directory / INDEX, {"header": asdict(self.header), "shards": self._shards})
+
+    def read(self, document_id: str) -> DocumentFeatures:
+        """The states of a document. Raises UserError where they are not there."""
+        shard = self._shard(document_id)
+        return DocumentFeatures(*(shard.get_tensor(f"{document_id}/{f}") for f in ("aux_hidden", "last_hidden", "target_lse")))
+
+    def holds(self, document: Document) -> bool:
+        """Whether the states stored under this id are those of these very tokens."""
+        if document.id not in self._place:
+            return False
+        ids: list[int] = self._shard(document.id).get_tensor(f"{document.id}/input_ids").tolist()
+        return ids == document.input_ids
+
+    def _shard(self, document_id: str) -> Any:
+        file = self._place.get(document_id)
+        if file is None:
+            raise UserError(f"{self.directory}: no features of document {document_id!r}; run the features stage again")
+        if file not in self._open:
+            self._open[file] = safe_open(self.directory / file, framework="pt")
+        return self._open[file]
+
+
+class FeatureReader:
+    """Several stores as one; the first that holds a document gives it."""
+
+    def __init__(self, stores: Sequence[FeatureStore]) -> None:
+        self.stores = stores
+
+    def missing(self, documents: Sequence[Document]) -> list[Document]:
+        """Documents whose own states no store holds: absent, or stored for other tokens."""
+        return [document for document in documents if not any(store.holds(document) for store in self.stores)]
+
+    def read(self, document_id: str) -> DocumentFeatures:
+        """See `FeatureStore.read`."""
+        for store in self.stores:
+            if document_id in store:
+                return store.read(document_id)
+        return self.stores[-1].read(document_id)
+
+
+def check_disk(directory: Path, header: StoreHeader, tokens: int) -> int:
+    """Estimated bytes for `tokens` positions. Raises UserError before the first byte where the disk is too small."""
+    needed = tokens * header.bytes_per_token()
+    existing = next(parent for parent in [directory, *directory.parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"{directory}: features of {tokens} tokens need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
+            "choose features.mode online, fewer rows, or another run.output_dir"
+        )
+    return needed
+
+
+def _read_index(directory: Path) -> dict[str, Any] | None:
+    path = directory / INDEX
+    if not path.is_file():
+        return None
+    try:
+        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = index["header"]["version"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not a feature index; remove {directory} to make it anew") from None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path}: format version {version}, this program writes {FORMAT_VERSION}; --force features")
+    return index

@@ -1,0 +1,167 @@
+"""Measure a proposer by decoding: acceptance, losslessness, speed, and the estimate beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spec_train.data.batches import build_batch
+from spec_train.data.documents import Document
+from spec_train.decoding.engine import plain_decode, speculative_decode
+from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.trace import DecodeTrace
+from spec_train.evaluation.metrics import compare_lossless, speed_summary, summarise, tokens_per_step
+from spec_train.manifest import package_versions
+from spec_train.progress import progress
+from spec_train.speculators.base import Proposer, ResponseHits, Speculator
+from spec_train.target import TargetModel
+from spec_train.training.acceptance import position_average, renewal_counts
+
+ESTIMATE_TOKENS = 4096  # positions in one teacher-forced pass
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts as token ids, rendered exactly as they are served."""
+
+    name: str
+    ids: list[str]
+    categories: list[str]
+    prompts: list[list[int]]
+
+    def first(self, count: int | None) -> Suite:
+        """The first `count` prompts."""
+        return Suite(self.name, self.ids[:count], self.categories[:count], self.prompts[:count])
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """How a suite is decoded. `speed_prompts` of it are timed one request at a time, `speed_rounds` times."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    batch_size: int
+    speed_prompts: int = 4
+    speed_rounds: int = 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Plain decoding of a suite: its text, and its speed one request at a time."""
+
+    trace: DecodeTrace
+    speed: list[DecodeTrace]
+
+
+def decode_reference(target: TargetModel, suite: Suite, settings: EvalSettings) -> Reference:
+    """Plain decoding, batched for the text and one at a time for the speed."""
+    common: dict[str, Any] = {"sampling": settings.sampling, "max_new_tokens": settings.max_new_tokens}
+    total = len(suite.prompts) * settings.max_new_tokens
+    with progress(f"{suite.name}: plain decoding", total) as advance:
+        trace = plain_decode(
+            target, suite.prompts, batch_size=settings.batch_size, ids=suite.ids, categories=suite.categories,
+            on_progress=advance, **common,
+        )  # fmt: skip
+    timed = suite.prompts[: settings.speed_prompts]
+    speed = [plain_decode(target, timed, **common) for _ in range(settings.speed_rounds)] if timed else []
+    return Reference(trace, speed)
+
+
+def evaluate(
+    target: TargetModel,
+    proposer: Proposer,
+    suite: Suite,
+    reference: Reference,
+    settings: EvalSettings,
+    num_draft_tokens: int,
+    *,
+    method: str,
+    speculator_name: str,
+    target_name: str,
+    estimate: Callable[[int], dict[str, float]] | None = None,
+) -> tuple[dict[str, Any], DecodeTrace]:
+    """(the result of DESIGN's evaluation JSON, the trace it was computed from)."""
+    common: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "sampling": settings.sampling,
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    total = len(suite.prompts) * settings.max_new_tokens
+    with progress(f"{suite.name}: {method} K={num_draft_tokens}", total) as advance:
+        trace = speculative_decode(
+            target, proposer, suite.prompts, batch_size=settings.batch_size, ids=suite.ids, categories=suite.categories,
+            on_progress=advance, **common,
+        )  # fmt: skip
+    greedy = settings.sampling.greedy
+    speed = None
+    if reference.speed:
+        timed = suite.prompts[: settings.speed_prompts]
+        rounds = [speculative_decode(target, proposer, timed, **common) for _ in range(settings.speed_rounds)]
+        speed = speed_summary(reference.speed, rounds)
+        speed["tokens_per_step"] = tokens_per_step([r for t in rounds for r in t.requests])
+    result = summarise(
+        trace,
+        target=target_name,
+        speculator=speculator_name,
+        method=method,
+        suite=suite.name,
+        device=_device_name(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        sampling=settings.sampling,
+        lossless=compare_lossless(reference.trace.requests, trace.requests) if greedy else None,
+        speed=speed,
+        estimate=estimate(num_draft_tokens) if estimate and greedy else None,
+        versions=package_versions(),
+    )
+    return result, trace
+
+
+def estimator(
+    target: TargetModel, speculator: Speculator, reference: DecodeTrace, max_draft_tokens: int
+) -> Callable[[int], dict[str, float]]:
+    """The renewal estimate on the reference's own text, for any K up to `max_draft_tokens`.
+
+    For a greedy chain it equals what decoding measures, to the last counted token.
+    """
+    documents = [
+        Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
+        for r in reference.requests
+    ]
+    hits: list[ResponseHits] = []
+    for rows in _rows_of(documents):
+        batch = build_batch(documents, rows).to(target.device)
+        filled = target.fill_features(batch, speculator.feature_spec, target.dtype)
+        hits += speculator.draft_hits(filled, max_draft_tokens)
+
+    def estimate(num_draft_tokens: int) -> dict[str, float]:
+        counts = renewal_counts(hits, num_draft_tokens)
+        return {
+            "renewal": counts.mean_acceptance_length,
+            "renewal_steps": counts.steps,
+            "renewal_accepted": counts.accepted,
+            "position_average": position_average(hits, num_draft_tokens),
+        }
+
+    return estimate
+
+
+def _rows_of(documents: Sequence[Document]) -> list[list[list[int]]]:
+    """Micro-batches of documents of similar length, one a row."""
+    order = sorted(range(len(documents)), key=lambda i: len(documents[i].input_ids))
+    batches: list[list[list[int]]] = []
+    rows: list[list[int]] = []
+    for index in order:
+        if rows and (len(rows) + 1) * len(documents[index].input_ids) > ESTIMATE_TOKENS:
+            batches.append(rows)
+            rows = []
+        rows.append([index])
+    return [*batches, rows] if rows else batches
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"

