@@ -179,9 +179,11 @@ def speed_summary(plain: Sequence[DecodeTrace], spec: Sequence[DecodeTrace]) -> 
     }
 
 
-def explain_speed(speed: dict[str, Any], num_draft_tokens: int) -> str:
+def explain_speed(speed: dict[str, Any], steps_replaced: float, num_draft_tokens: int) -> str:
     """Why this machine gains or does not, from a "speed" block: S = tau * plain step / (draft + wide pass + verify).
 
+    `steps_replaced`: plain steps that one round saves the target: tokens_per_step where requests run one at a time,
+    the block's own plain_steps_per_round where they run in batches.
     Source of the model: Leviathan et al. 2023, section 3.3, with measured costs in place of the assumed ones. The
     prefill is left out, so the gain of short answers is smaller.
     """
@@ -189,7 +191,7 @@ def explain_speed(speed: dict[str, Any], num_draft_tokens: int) -> str:
     round_ms = target_ms + draft_ms + speed["verify_ms"]
     if plain_ms <= 0 or round_ms <= 0:
         return "No decoding step was timed, so there is no speed to explain."
-    cost, worth = round_ms / plain_ms, speed["plain_steps_per_round"]
+    cost, worth = round_ms / plain_ms, steps_replaced
     sentence = (
         f"A round takes {round_ms:.1f} ms ({draft_ms:.1f} of it to draft {num_draft_tokens} tokens, {target_ms:.1f} "
         f"for the target's pass over {num_draft_tokens + 1}), {cost:.2f} times a plain step of {plain_ms:.1f} ms, "

@@ -298,7 +298,7 @@ def decode(
 def describe(target: TargetModel, plain: DecodeTrace, spec: DecodeTrace, size: Size) -> dict[str, Any]:
     """The evaluation's JSON, with the reason for the speed in words."""
     speed = speed_summary([plain], [spec])
-    speed["explanation"] = explain_speed(speed, spec.num_draft_tokens)
+    speed["explanation"] = explain_speed(speed, speed["plain_steps_per_round"], spec.num_draft_tokens)
     return summarise(
         spec,
         target=target.name,

@@ -186,13 +186,12 @@ def test_speed_by_hand():
     assert speed["verify_ms"] == pytest.approx(2)
     assert speed["rounds"] == 2
     assert speed["plain_steps_per_round"] == pytest.approx(2.5)
-    text = explain_speed(speed, num_draft_tokens=4)
+    text = explain_speed(speed, 2.5, num_draft_tokens=4)
     for part in ("30.0 ms", "1.50 times a plain step of 20.0 ms", "replaces 2.50 plain steps", "is 1.67x as fast"):
         assert part in text
-    few = {**speed, "plain_steps_per_round": 1.2}
-    assert "no gain here (0.80x), mostly for the cost of the wider target pass" in explain_speed(few, 4)
-    assert "mostly for the cost of drafting" in explain_speed({**few, "draft_ms": 30.0}, 4)
-    assert "no speed to explain" in explain_speed({**speed, "baseline_target_step_ms": 0.0}, 4)
+    assert "no gain here (0.80x), mostly for the cost of the wider target pass" in explain_speed(speed, 1.2, 4)
+    assert "mostly for the cost of drafting" in explain_speed({**speed, "draft_ms": 30.0}, 1.2, 4)
+    assert "no speed to explain" in explain_speed({**speed, "baseline_target_step_ms": 0.0}, 1.2, 4)
 
 
 def test_a_batchs_time_between_tokens_is_a_requests_own():
