@@ -198,6 +198,7 @@ def evaluate(
 def _evaluate_checkpoint(
     subject: str, target: str, suite: str, settings: dict[str, Any], json_path: Path | None
 ) -> None:
+    from spec_train.evaluation.report import result_table
     from spec_train.manifest import atomic_write_json
     from spec_train.pipeline import evaluate_checkpoint
 
@@ -205,32 +206,10 @@ def _evaluate_checkpoint(
         raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
     settings = {"num_draft_tokens": [3, 5], "temperature": [0.0], **settings}
     results = evaluate_checkpoint(subject, target, suite, **settings)
-    _print_results(results)
+    _console().print(result_table(results))
     if json_path is not None:
         atomic_write_json(json_path, results)
         _console().print(f"eval: results in {json_path}", markup=False)
-
-
-def _print_results(results: list[dict[str, Any]]) -> None:
-    """One line per measurement, from the result format of an evaluation."""
-    from rich.table import Table
-
-    table = Table("method", "suite", "K", "T", "acceptance length", "95% interval", "rate", "identical", "speedup")
-    for result in results:
-        low, high = result["mean_acceptance_length_ci95"]
-        lossless, speed = result["lossless"], result["speed"]
-        table.add_row(
-            result["method"],
-            result["suite"],
-            str(result["num_draft_tokens"]),
-            f"{result['temperature']:g}",
-            f"{result['mean_acceptance_length']:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            f"{result['draft_acceptance_rate']:.3f}",
-            f"{lossless['identical']}/{lossless['checked']}" if lossless else "-",
-            f"{speed['speedup']:.2f}x" if speed else "-",
-        )
-    _console().print(table)
 
 
 @app.command()

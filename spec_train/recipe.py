@@ -156,9 +156,9 @@ class Eagle3Section(Section):
 
     @field_validator("aux_layer_ids")
     @classmethod
-    def _ascending(cls, ids: list[int] | None) -> list[int] | None:
-        if ids is not None and ids != sorted(set(ids)):
-            raise ValueError(f"must be ascending without duplicates (serving reads them in that order), got {ids}")
+    def _distinct(cls, ids: list[int] | None) -> list[int] | None:
+        if ids is not None and len(set(ids)) != len(ids):
+            raise ValueError(f"must not name a layer twice, got {ids}")
         return ids
 
 

@@ -15,7 +15,19 @@ import yaml
 FOLDER = Path(__file__).parents[2] / "accelerate_configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 # The recipe decides these. Under DeepSpeed a value in the launcher's config silently wins over the program's.
-RECIPE_ONLY = ("batch", "accumulation", "clip", "grad_norm", "schedul", "warmup", "lr", "learning", "precision", "optimizer_type", "seed")
+RECIPE_ONLY = (
+    "batch",
+    "accumulation",
+    "clip",
+    "grad_norm",
+    "schedul",
+    "warmup",
+    "lr",
+    "learning",
+    "precision",
+    "optimizer_type",
+    "seed",
+)
 
 STEP = """
 import sys, torch
@@ -29,7 +41,8 @@ model, optimizer = accelerator.prepare(model, optimizer)
 loss = model(torch.ones(1, 2, device=accelerator.device) * (1 + accelerator.process_index)).square().mean()
 accelerator.backward(loss)
 optimizer.step()
-print("STEPPED", accelerator.process_index, accelerator.num_processes, accelerator.gradient_accumulation_steps, flush=True)
+accumulation = accelerator.gradient_accumulation_steps
+print("STEPPED", accelerator.process_index, accelerator.num_processes, accumulation, flush=True)
 """
 
 
@@ -65,7 +78,9 @@ def test_accelerate_reads_the_config(file: Path) -> None:
         pytest.param("ddp", ["--cpu", "--num_processes", "1", "cpu"], 1, marks=pytest.mark.slow),
         pytest.param("single_gpu", ["--cpu", "cpu"], 1, marks=pytest.mark.slow),
         pytest.param("fsdp2", ["--cpu", "--num_processes", "1", "cpu"], 1, marks=pytest.mark.slow),
-        pytest.param("multi_node", ["--cpu", "--num_processes", "1", "--num_machines", "1", "cpu"], 1, marks=pytest.mark.slow),
+        pytest.param(
+            "multi_node", ["--cpu", "--num_processes", "1", "--num_machines", "1", "cpu"], 1, marks=pytest.mark.slow
+        ),
         pytest.param("zero2", ["--num_processes", "1", "any"], 1, marks=pytest.mark.slow),
         ("zero3", ["--num_processes", "1", "any"], 1),
     ],
