@@ -45,6 +45,13 @@ class VllmRun:
     seconds: dict[str, float]
 
 
+def needed_positions(prompts: list[list[int]], max_new_tokens: int, num_draft_tokens: int) -> int:
+    """The `max_model_len` at which nothing is cut short. A step holds a request's tokens, K drafts that may outrun its
+    limit, and K more to be drafted; vLLM skips drafting for the whole batch (it proposes zeros) where one does not fit.
+    """
+    return max(map(len, prompts)) + max_new_tokens + 3 * (num_draft_tokens + 1)
+
+
 def run_worker(module: str, job: dict[str, Any], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
     """Run `python -m module JOB OUT` and return what it wrote. Raises RuntimeError with the end of its stderr."""
     # A clone that is not installed is importable here through the working directory or sys.path: hand that on.
@@ -93,7 +100,7 @@ def run_vllm(
     A speculation is a dict of engine arguments laid over the common ones: {} for none, {"speculative_config": ...} for
     the plain format, {"model": ...} for the speculators format.
     """
-    length = max(map(len, prompts)) + max_new_tokens + max_draft_tokens + 1
+    length = needed_positions(prompts, max_new_tokens, max_draft_tokens)
     engine = {
         "model": model,
         "dtype": "float32",

@@ -20,7 +20,7 @@ from spec_train.errors import UserError
 from spec_train.serving import contract
 from spec_train.serving.compare import VllmReport, compare
 from spec_train.serving.export import read_export
-from spec_train.serving.processes import RELOAD_WORKER, TIMEOUT_S, VllmRun, run_vllm, run_worker
+from spec_train.serving.processes import RELOAD_WORKER, TIMEOUT_S, VllmRun, needed_positions, run_vllm, run_worker
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -180,7 +180,7 @@ def check_input(
         raise UserError("verify needs prompts of at least 2 tokens each: vLLM pads the drafts of a one-token prompt")
     text = target_config.get("text_config") or target_config
     limit = text.get("max_position_embeddings")
-    needed = max(map(len, prompts)) + max_new_tokens + num_draft_tokens + 1
+    needed = needed_positions(prompts, max_new_tokens, num_draft_tokens)
     if limit is not None and needed > limit:
         raise UserError(
             f"prompts and answers need {needed} positions, the target has {limit}: lower responses.max_new_tokens"
