@@ -265,17 +265,11 @@ def _token_spans(
     """Token spans of character `ranges`, each with the terminator that follows, where one does."""
     spans: list[tuple[int, int]] = []
     token = 0
-
-    def begins(token: int) -> int:
-        # Some tokenizers leave blanks out of the offsets; a token of nothing else begins where the one before it ended.
-        start, end = offsets[token]
-        return min(start, offsets[token - 1][1]) if start == end and token else start
-
     for char_start, char_end in ranges:
         while token < len(ids) and offsets[token][1] <= char_start:
             token += 1
         first = token
-        while token < len(ids) and begins(token) < char_end:
+        while token < len(ids) and offsets[token][0] < char_end:
             token += 1
         end = ahead = token
         while ahead < len(ids) and ids[ahead] not in terminators and not text[char_end : offsets[ahead][1]].strip():

@@ -47,8 +47,8 @@ def choose_draft_vocab(
     always = {token for token in special_ids if 0 <= token < usable}
     if len(always) > size:
         raise UserError(f"speculator.draft_vocab_size {size} cannot hold the {len(always)} tokens that end a response")
-    in_responses, in_prompts = _counts(documents)
-    ranked = sorted(range(usable), key=lambda token: (-in_responses[token], -in_prompts[token], token))
+    in_responses, everywhere = _counts(documents)
+    ranked = sorted(range(usable), key=lambda token: (-in_responses[token], -everywhere[token], token))
     fill = [token for token in ranked if token not in always][: size - len(always)]
     ids = torch.tensor(sorted(always | set(fill)), dtype=torch.int64)
     unseen = sum(in_responses[token] == 0 for token in ids.tolist())
@@ -81,11 +81,11 @@ def t2d(ids: Tensor, vocab_size_target: int) -> Tensor:
 
 
 def _counts(documents: Iterable[Document]) -> tuple[Counter[int], Counter[int]]:
-    """How often each id occurs in responses, and in prompts."""
+    """How often each id occurs in responses, and in responses and prompts together."""
     in_responses: Counter[int] = Counter()
     everywhere: Counter[int] = Counter()
     for document in documents:
         everywhere.update(document.input_ids)
         for start, end in document.spans:
             in_responses.update(document.input_ids[start:end])
-    return in_responses, everywhere - in_responses
+    return in_responses, everywhere

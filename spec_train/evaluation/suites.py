@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from spec_train.assets import asset_path
 from spec_train.data.prompts import load_conversations
-from spec_train.data.rows import Conversation
+from spec_train.data.rows import Conversation, Message
 from spec_train.errors import UserError
 from spec_train.recipe import Section, Source
 from spec_train.recipe_file import parse_yaml
@@ -28,9 +29,10 @@ def bundled_suites() -> list[str]:
 
 
 def load_suite(name_or_path: str) -> list[Conversation]:
-    """The prompts of a bundled suite, of a suite file (.yaml), or of a JSONL file; trailing answers are cut off.
+    """The prompts of a bundled suite, of a suite file (.yaml), or of a JSONL file, each ending where the target speaks.
 
-    `held_out` belongs to a run and is not found here. Raises UserError.
+    Trailing answers are cut off. Where a later turn follows an answer that only the target can give (MT-Bench), the
+    prompt is the first turn. `held_out` belongs to a run and is not found here. Raises UserError.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path in bundled_suites():
@@ -41,7 +43,15 @@ def load_suite(name_or_path: str) -> list[Conversation]:
         )
     sources = _suite(path).sources if path.suffix in (".yaml", ".yml") else [Source(path=str(path))]
     conversations, _ = load_conversations(sources, mode="regenerate")
-    return conversations
+    return [replace(c, messages=_up_to_first_gap(c.messages)) for c in conversations]
+
+
+def _up_to_first_gap(messages: list[Message]) -> list[Message]:
+    """The turns before an empty answer, the place where the target's own belongs."""
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and not message["content"] and not message.get("tool_calls"):
+            return messages[:index]
+    return messages
 
 
 def _suite(path: Path) -> Suite:

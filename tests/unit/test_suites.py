@@ -44,8 +44,8 @@ def test_every_suite_file_is_valid_and_its_bundled_prompts_carry_a_licence() -> 
                 assert source.sha256 is not None
 
 
-def test_suite_from_a_package_keeps_both_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shape of MT-Bench: the target's own answer goes between the user's turns."""
+def test_suite_from_a_package_asks_the_first_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape of MT-Bench: the second turn would follow an answer that does not exist yet."""
     write_wheel(
         tmp_path, {"tiny_prompts/q.jsonl": b'{"question_id": 81, "category": "writing", "turns": ["a", "b"]}\n'}
     )
@@ -57,17 +57,18 @@ def test_suite_from_a_package_keeps_both_turns(tmp_path: Path, monkeypatch: pyte
     )
     (conversation,) = load_suite(str(tmp_path / "two.yaml"))
     assert (conversation.id, conversation.category) == ("81", "writing")
-    assert [(m["role"], m["content"]) for m in conversation.messages] == [
-        ("user", "a"),
-        ("assistant", ""),
-        ("user", "b"),
+    assert conversation.messages == [{"role": "user", "content": "a"}]
+
+
+def test_suite_from_a_jsonl_path_cuts_the_last_answer_off(tmp_path: Path) -> None:
+    rows = [
+        '{"question": "two plus two?", "answer": "four"}',
+        '{"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "user", "value": "c"}]}',
     ]
-
-
-def test_suite_from_a_jsonl_path_cuts_answers_off(tmp_path: Path) -> None:
-    (tmp_path / "own.jsonl").write_text('{"question": "two plus two?", "answer": "four"}\n')
-    (conversation,) = load_suite(str(tmp_path / "own.jsonl"))
-    assert [m["content"] for m in conversation.messages] == ["two plus two?"]
+    (tmp_path / "own.jsonl").write_text("\n".join(rows))
+    short, long = load_suite(str(tmp_path / "own.jsonl"))
+    assert [m["content"] for m in short.messages] == ["two plus two?"]
+    assert [m["content"] for m in long.messages] == ["a", "b", "c"]
 
 
 def test_unknown_or_broken_suites(tmp_path: Path) -> None:
