@@ -63,7 +63,7 @@ def test_suite_from_a_package_asks_the_first_turn(tmp_path: Path, monkeypatch: p
 def test_suite_from_a_jsonl_path_cuts_the_last_answer_off(tmp_path: Path) -> None:
     rows = [
         '{"question": "two plus two?", "answer": "four"}',
-        '{"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "user", "value": "c"}]}',
+        '{"messages": [{"from": "user", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "user", "value": "c"}]}',
     ]
     (tmp_path / "own.jsonl").write_text("\n".join(rows))
     short, long = load_suite(str(tmp_path / "own.jsonl"))
