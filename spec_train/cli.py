@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -82,7 +84,9 @@ def _console() -> Console:
 
 
 def _say_where(recipe: Recipe, stage: str = "") -> None:
-    _console().print(f"{stage or 'run'}: done, see {Path(recipe.run.output_dir) / stage}", markup=False)
+    directory = Path(recipe.run.output_dir) / stage
+    if directory.is_dir():  # online features leave none
+        _console().print(f"{stage or 'run'}: see {directory}", markup=False)
 
 
 @app.command()
@@ -157,7 +161,7 @@ def evaluate(
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="One or more, e.g. 0 1")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Decode the first N prompts only")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Length limit of an answer (default 256)")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Requests decoded together (default 16)")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Requests decoded together (default 8)")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the results there")] = None,
 ) -> None:
@@ -228,6 +232,9 @@ def verify(
     overrides: Overrides = None,
     force: Force = False,
     target: Annotated[str | None, typer.Option(help="The target, where the export does not name it")] = None,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens (of an export)")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to decode (of an export)")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer (of an export)")] = 64,
 ) -> None:
     """Prove an export: strict reload, equal logits, and the same drafts in a real vLLM where one is installed."""
     if subject.endswith((".yaml", ".yml")):
@@ -243,9 +250,14 @@ def verify(
         raise UserError(f"{overrides[0]}: overrides belong to a recipe; an export is verified as it is")
     if not Path(subject).is_dir():
         raise UserError(f"{subject}: neither a recipe (.yaml) nor an export folder")
-    from spec_train.pipeline import verify_export
+    from spec_train.pipeline import verify_export_dir
+    from spec_train.serving.verify import render_report
 
-    _console().print_json(data=verify_export(Path(subject), target))
+    limits = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens, "prompts": prompts}
+    report = verify_export_dir(Path(subject), target, **limits)
+    _console().print(render_report(report))
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -268,11 +280,15 @@ def inspect(
         return
     from rich.text import Text
 
+    from spec_train.run import Run
+
     console = _console()
+    tokenizer = Run(loaded).tokenizer
     for row in rows:
         console.rule(Text(str(row["id"])))
         text = Text()
-        for piece, supervised in row["segments"]:
+        for supervised, run_of_ids in groupby(zip(row["input_ids"], row["loss_mask"], strict=True), itemgetter(1)):
+            piece = tokenizer.decode([token for token, _ in run_of_ids], skip_special_tokens=False)
             text.append(piece, style="bold green" if supervised else "dim")
         console.print(text)
         console.print(
