@@ -95,7 +95,7 @@ def toy_documents(count: int, seed: int = 0) -> list[Document]:
 def toy_train(
     output_dir: Path, *, held_out: int = 6, documents: list[Document] | None = None, **changes: Any
 ) -> TrainResult:
-    """Train a ToySpeculator; `changes` are fields of the train section, `optim` a dict for the other one, `provider`."""
+    """Train a ToySpeculator; `changes` are fields of the train section, `optim` (a dict), `provider`, `speculator`."""
     provider = changes.pop("provider", toy_states)
     optim = OptimSection(**{"lr": 0.02, **changes.pop("optim", {})})
     speculator = changes.pop("speculator", None) or ToySpeculator()

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from spec_train.errors import UserError
 from spec_train.speculators.base import Speculator
@@ -124,6 +125,8 @@ def synchronised_only(accelerator: Accelerator, model: Any, last: bool) -> Any:
 def clip_gradients(accelerator: Accelerator, model: Any, max_norm: float) -> Tensor:
     """Clip the window's gradients and return their norm before clipping, over all parameters of all processes."""
     norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     return torch.as_tensor(norm, dtype=torch.float64, device=accelerator.device)
 
 

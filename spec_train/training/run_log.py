@@ -76,8 +76,7 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        if self._accelerator.log_with:
-            self._accelerator.end_training()
+        self._accelerator.end_training()  # flushes the trackers and closes the process group
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step`."""

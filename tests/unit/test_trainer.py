@@ -1,4 +1,4 @@
-"""The training loop: the loss is one mean over the whole step, bad numbers stop it, runs resume and are chosen right."""
+"""The training loop: the loss is one mean over the whole step, bad numbers stop it, runs resume, the best one wins."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_exploding_loss_stops_too(tmp_path: Path) -> None:
         assert batch.last_hidden_BTH is not None
         return replace(batch, last_hidden_BTH=batch.last_hidden_BTH * torch.inf)
 
-    with pytest.raises(NonFiniteError, match="step 1: .* documents doc-"):
+    with pytest.raises(NonFiniteError, match=r"step 1: .* documents doc-"):
         toy_train(tmp_path, provider=huge, held_out=0)
     assert latest_checkpoint(tmp_path / "checkpoints") is None
 
@@ -267,7 +267,7 @@ def test_schedule(schedule: Any) -> None:
     assert scales[100] == pytest.approx(1.0 if schedule == "constant" else 0.2)
     if schedule != "constant":
         assert scales[55] == pytest.approx(0.6)
-        assert all(a >= b for a, b in zip(scales[10:], scales[11:], strict=False))
+        assert scales[10:] == sorted(scales[10:], reverse=True)
 
 
 def test_schedule_without_warmup_or_floor_starts_high() -> None:
