@@ -173,13 +173,14 @@ def test_answers_that_end_on_a_scaled_qwen3(tmp_path: Path) -> None:
     path = tiny_model("qwen3", tmp_path, rope_parameters={**rope, "original_max_position_embeddings": 32})
     target = TargetModel.load(str(path))
     answers = plain_decode(target, PROMPTS, sampling=Sampling(), max_new_tokens=NEW_TOKENS, batch_size=4).requests
-    head = trained_head(target, torch.arange(4, 320, 1), steps=80).serving()
+    head = trained_head(target, torch.arange(4, 320), steps=80).serving()
     generation = json.loads((path / "generation_config.json").read_text())
     eos = answers[0].output_ids[14]
     (path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [2, eos]}))
     target = TargetModel.load(str(path))
     trace = decode(target, head)
     assert trace.requests[0].finish_reason == "stop"
+    assert any(cycle.kept < cycle.accepted for request in trace.requests for cycle in request.cycles)  # cut off
     where = write(tmp_path / "head", path, target, head, "plain")
     report = verify_export(
         where,
