@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from spec_train.errors import UserError
-from spec_train.recipe_file import apply_override, find_recipe, parse_yaml, refuse_secrets, resolve_paths
+from spec_train.recipe_file import apply_override, dump_yaml, find_recipe, parse_yaml, refuse_secrets, resolve_paths
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -266,7 +265,7 @@ def _check_package(package: str | None, member: str | None, sha256: str | None) 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe, every default spelled out, as YAML that `load_recipe` reads back to an equal Recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def recipe_hash(*sections: BaseModel) -> str:
@@ -327,7 +326,7 @@ def known_keys() -> list[str]:
 
 
 def _hint(key: str) -> str:
-    """ "; did you mean X?" for an unknown dotted key, else what its section has, else nothing."""
+    """The end of a message about an unknown dotted key: the nearest known one, else what its section has."""
     section, _, leaf = key.rpartition(".")
     keys = known_keys()
     by_leaf: dict[str, list[str]] = {}

@@ -31,7 +31,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# The resolvers of PyYAML are YAML 1.1's; these replace them for this loader alone.
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes whatever YAML 1.1 or 1.2 would not read back as text."""
+
+
+# The resolvers of PyYAML are YAML 1.1's. These replace them for the loader, and are added to the dumper's.
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -40,7 +44,8 @@ for _tag, _pattern, _first in (
     ("float", r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", list("-+.0123456789")),
     ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", list("-+.")),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+    for _reader_or_writer in (_Loader, _Dumper):
+        _reader_or_writer.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 # Credentials never belong in a file that is saved beside every artefact. They are named in messages, never echoed.
 _SECRET = re.compile(
@@ -74,6 +79,11 @@ def parse_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UserError(f"{file}: a recipe is a mapping of sections (run, target, data, ...)")
     return fields
+
+
+def dump_yaml(fields: dict[str, Any]) -> str:
+    """YAML that `parse_yaml` reads back to equal values."""
+    return yaml.dump(fields, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def apply_override(fields: dict[str, Any], override: str) -> None:

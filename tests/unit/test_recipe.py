@@ -68,6 +68,18 @@ def test_dump_reads_back_equal(recipe_file: Path, tmp_path: Path) -> None:
     assert "vllm: 'off'" in dump_recipe(recipe) or 'vllm: "off"' in dump_recipe(recipe)
 
 
+@pytest.mark.parametrize(
+    "text", ["1e-3", "010", "off", "null", "1:30", "yes: no", "- a", "two\nlines", "τ", "~", " x "]
+)
+def test_text_that_looks_like_something_else_stays_text(recipe_file: Path, tmp_path: Path, text: str) -> None:
+    fields = yaml.safe_load(MINIMAL)
+    fields["target"]["system_prompt"] = text
+    recipe = Recipe.model_validate(fields)
+    saved = tmp_path / "resolved.yaml"
+    saved.write_text(dump_recipe(recipe))
+    assert load_recipe(saved).target.system_prompt == text
+
+
 def test_overrides_set_nested_values(recipe_file: Path) -> None:
     recipe = load_recipe(
         recipe_file,
