@@ -242,10 +242,10 @@ class _Run:
                 # The engine averages gradients over processes; the loss is already divided by the global count.
                 parallel.backward(accelerator, self.model, loss * world, last)
             losses.append(loss.detach().double())
-            totals.add("loss", losses[-1])
-            totals.add("tokens", (batch.loss_weight_BT > 0).sum().double())
+            totals.add_total("loss", losses[-1])
+            totals.add_total("tokens", (batch.loss_weight_BT > 0).sum())
             for name, value in sums.items():
-                totals.add(name, value.detach().double(), metric_counts[name].detach().double())
+                totals.add_mean(name, value, metric_counts[name])
         norm = parallel.clip_gradients(accelerator, self.model, self.optim.max_grad_norm)
         self._stop_if_not_finite(step, norm, torch.stack(losses), mine)
         self.optimizer.step()
@@ -350,35 +350,37 @@ class _Run:
 
 
 class _Totals:
-    """Sums and counts by name over micro-batches, then over processes."""
+    """Sums by name over micro-batches, then over processes: totals as they are, means divided by their counts."""
 
     def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
 
-    def add(self, name: str, value: Tensor, count: Tensor | None = None) -> None:
-        """Add one micro-batch. Without `count` the total is wanted, with it the average."""
-        self._sums[name] = self._sums.get(name, 0.0) + value
-        if count is not None:
-            self._counts[name] = self._counts.get(name, 0.0) + count
+    def add_total(self, name: str, value: Tensor) -> None:
+        """Add one micro-batch's part (a scalar) of a total."""
+        self._totals[name] = self._totals.get(name, 0.0) + value.double()
+
+    def add_mean(self, name: str, value: Tensor, count: Tensor) -> None:
+        """Add one micro-batch's sum and count, both [depths] or both scalars."""
+        self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+        self._counts[name] = self._counts.get(name, 0.0) + count.detach().double()
 
     def reduced(self, accelerator: Accelerator) -> dict[str, float]:
-        """`name` for a scalar, `name_0`, `name_1`, ... for a vector. An average over nothing is left out."""
-        names = sorted(self._sums)
-        counts = {name: self._counts.get(name, torch.zeros_like(self._sums[name])) for name in names}
-        flat = torch.stack([torch.cat([part[name].reshape(-1) for name in names]) for part in (self._sums, counts)])
-        totals, counted = accelerator.reduce(flat, "sum").tolist()
-        figures: dict[str, float] = {}
-        at = 0
-        for name in names:
-            for i in range(self._sums[name].numel()):
-                label = name if self._sums[name].ndim == 0 else f"{name}_{i}"
-                if name not in self._counts:
-                    figures[label] = totals[at]
-                elif counted[at] > 0:
-                    figures[label] = totals[at] / counted[at]
-                at += 1
-        return figures
+        """Totals by name; means as `name`, or `name_0`, `name_1`, ... by depth. A mean over nothing is left out."""
+        totals, sums, counts = (
+            accelerator.reduce(torch.cat([part[name].reshape(-1) for name in sorted(part)]), "sum").tolist()
+            if part
+            else []
+            for part in (self._totals, self._sums, self._counts)
+        )
+        labels = [
+            name if self._sums[name].ndim == 0 else f"{name}_{depth}"
+            for name in sorted(self._sums)
+            for depth in range(self._sums[name].numel())
+        ]
+        means = {label: s / n for label, s, n in zip(labels, sums, counts, strict=True) if n > 0}
+        return {**means, **dict(zip(sorted(self._totals), totals, strict=True))}
 
 
 def _peak_memory(device: torch.device) -> int:
