@@ -166,6 +166,9 @@ def served_config(speculators_config: Mapping[str, Any]) -> dict[str, Any]:
     config["architectures"] = [names.get(str(config.get("model_type", "llama")), "")]
     if speculators_config.get("eagle_aux_hidden_state_layer_ids"):
         config["eagle_aux_hidden_state_layer_ids"] = speculators_config["eagle_aux_hidden_state_layer_ids"]
+    # What vLLM takes for granted where the form has no room for it.
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    config.setdefault("eagle_config", {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True})
     return config
 
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safetensors.torch import load_file
+
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.errors import UserError
 from spec_train.serving import contract
@@ -99,7 +101,8 @@ def verify_export(
         )
     runs_vllm = vllm != "off" and version is not None
     if runs_vllm:
-        check_input(export_dir, target_dir, prompts, max_new_tokens, num_draft_tokens)
+        check_input(target_dir, prompts, max_new_tokens, num_draft_tokens)
+        _check_head_dim("speculator", draft_config(export_dir))
         if expected_trace is not None and [request.prompt_ids for request in expected_trace.requests] != prompts:
             raise UserError("the trace to compare with is of other prompts than those given to verify")
     report = VerifyReport(
@@ -109,7 +112,7 @@ def verify_export(
         format=description["format"],
         num_draft_tokens=num_draft_tokens,
         reload=check_reload(export_dir, target_dir, dtype, device, timeout_s),
-        contract_problems=contract.check_target(draft_config(export_dir), _read_json(target_dir / "config.json")),
+        contract_problems=check_files(export_dir, target_dir, description["method"]),
     )
     if not runs_vllm:
         report.vllm_status = "not checked: " + ("switched off" if vllm == "off" else "vLLM is not installed")
@@ -141,7 +144,8 @@ def baseline_run(
     timeout_s: float = TIMEOUT_S,
 ) -> VllmRun:
     """vLLM without speculation, to share between several `verify_export` of one target (`max_draft_tokens`: the
-    largest `num_draft_tokens` among them)."""
+    largest `num_draft_tokens` among them). Raises UserError for bad input, RuntimeError where the process fails."""
+    check_input(target_dir, prompts, max_new_tokens, max_draft_tokens)
     return run_vllm(
         str(target_dir.absolute()),
         [{}],
@@ -159,6 +163,15 @@ def draft_config(export_dir: Path) -> dict[str, Any]:
     return contract.served_config(config) if "speculators_config" in config else config
 
 
+def check_files(export_dir: Path, target_dir: Path, method: str) -> list[str]:
+    """Problems of the files as they are now, which need not be as they were written."""
+    if method != "eagle3":
+        return []
+    config = draft_config(export_dir)
+    problems = contract.check_eagle3(config, load_file(export_dir / "model.safetensors"))
+    return problems or contract.check_target(config, _read_json(target_dir / "config.json"))
+
+
 def stop_token_ids(target_dir: Path) -> list[int]:
     """The ids that end an answer, read where `TargetModel` reads them: generation config, else config."""
     for name in ("generation_config.json", "config.json"):
@@ -169,27 +182,27 @@ def stop_token_ids(target_dir: Path) -> list[int]:
     return []
 
 
-def check_input(
-    export_dir: Path, target_dir: Path, prompts: list[list[int]], max_new_tokens: int, num_draft_tokens: int
-) -> None:
+def check_input(target_dir: Path, prompts: list[list[int]], max_new_tokens: int, num_draft_tokens: int) -> None:
     """Refuse what vLLM would refuse minutes later, or count differently. Raises UserError."""
     if not (target_dir / "config.json").is_file():
         raise UserError(f"{target_dir} holds no config.json: vLLM needs the target as a local checkpoint folder")
-    target_config = _read_json(target_dir / "config.json")
+    config = _read_json(target_dir / "config.json")
     if not prompts or min(map(len, prompts)) < 2:
         raise UserError("verify needs prompts of at least 2 tokens each: vLLM pads the drafts of a one-token prompt")
-    text = target_config.get("text_config") or target_config
-    limit = text.get("max_position_embeddings")
+    limit = (config.get("text_config") or config).get("max_position_embeddings")
     needed = needed_positions(prompts, max_new_tokens, num_draft_tokens)
     if limit is not None and needed > limit:
         raise UserError(
-            f"prompts and answers need {needed} positions, the target has {limit}: lower responses.max_new_tokens"
+            f"the longest prompt and its answer need {needed} positions in vLLM, the target has {limit}: verify with "
+            "shorter prompts or fewer new tokens"
         )
-    if contract.is_cpu_build():
-        for name, config in (("target", target_config), ("speculator", draft_config(export_dir))):
-            problem = contract.cpu_head_dim_problem(config)
-            if problem:
-                raise UserError(f"the {name}'s {problem}: verify on a GPU, or set export.vllm=off")
+    _check_head_dim("target", config)
+
+
+def _check_head_dim(name: str, config: dict[str, Any]) -> None:
+    problem = contract.cpu_head_dim_problem(config) if contract.is_cpu_build() else None
+    if problem:
+        raise UserError(f"the {name}'s {problem}: verify on a GPU, or set export.vllm=off")
 
 
 def check_reload(

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
 from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference
+from spec_train.serving.contract import is_cpu_build
 from spec_train.serving.export import export
 from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import RELOAD_WORKER, VllmRun, needed_positions, run_worker
 from spec_train.serving.reload_worker import reload
 from spec_train.serving.verify import (
+    check_files,
     check_input,
     check_reload,
     draft_config,
@@ -117,11 +119,16 @@ def test_verification_without_vllm_says_so(target: TargetModel, exported: Path) 
 def test_input_is_checked_before_anything_starts(target: TargetModel, exported: Path, tmp_path: Path) -> None:
     path = Path(target.name)
     with pytest.raises(UserError, match="at least 2 tokens"):
-        check_input(exported, path, [PROMPT, [5]], 8, 3)
-    with pytest.raises(UserError, match="the target has 512"):
-        check_input(exported, path, [PROMPT], 512, 3)
+        check_input(path, [PROMPT, [5]], 8, 3)
+    with pytest.raises(UserError, match="need 530 positions in vLLM, the target has 512"):
+        check_input(path, [PROMPT], 512, 3)
     with pytest.raises(UserError, match=r"holds no config\.json"):
-        check_input(exported, tmp_path, [PROMPT], 8, 3)
+        check_input(tmp_path, [PROMPT], 8, 3)
+    if is_cpu_build():
+        narrow = {**json.loads((path / "config.json").read_text()), "head_dim": 16}
+        (tmp_path / "config.json").write_text(json.dumps(narrow))
+        with pytest.raises(UserError, match="head_dim 16 is not supported"):
+            check_input(tmp_path, [PROMPT], 8, 3)
     with pytest.raises(UserError, match="not an export"):
         verify_export(
             path, path, prompts=[PROMPT], max_new_tokens=4, num_draft_tokens=3, expected_trace=None, vllm="off"
@@ -151,6 +158,11 @@ def test_speculators_export_of_a_hub_target_is_served_from_a_folder(target: Targ
     hub = export(head, tmp_path / "hub", target_id="someone/model", **settings)
     local = export(head, tmp_path / "local", target_id=target.name, **settings)
     assert draft_config(hub)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert check_files(hub, Path(target.name), "eagle3") == []
+    edit_config(local, eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4])
+    assert "num_aux_hidden_states is 3" in check_files(local, Path(target.name), "eagle3")[0]
+    edit_config(local, eagle_aux_hidden_state_layer_ids=[1, 2, 5])
+    assert "exceed the target's 4 layers" in check_files(local, Path(target.name), "eagle3")[0]
     with served_folder(local, Path(target.name)) as folder:
         assert folder == local
     with served_folder(hub, Path(target.name)) as folder:
