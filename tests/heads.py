@@ -79,12 +79,13 @@ def random_eagle3(
 
 def speculators_form(config: dict[str, Any]) -> dict[str, Any]:
     """The same head as the speculators library writes it; the exporter adds target and K."""
-    outside = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "draft_vocab_size", "architectures")
+    flags = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+    outside = (*flags, "draft_vocab_size", "architectures", "eagle_config", "eagle_aux_hidden_state_layer_ids")
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config["draft_vocab_size"],
-        **{name: config[name] for name in outside if name != "architectures"},
+        **{name: config[name] for name in flags},
         "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
         "transformer_layer_config": {name: value for name, value in config.items() if name not in outside},
         "speculators_config": {

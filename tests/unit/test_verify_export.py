@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
+from spec_train.recipe import Eagle3Section
 from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference
-from spec_train.serving.contract import is_cpu_build
+from spec_train.serving.contract import EAGLE3_FLAGS, is_cpu_build
 from spec_train.serving.export import export
 from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import RELOAD_WORKER, VllmRun, needed_positions, run_worker
@@ -29,7 +30,7 @@ from spec_train.serving.verify import (
     stop_token_ids,
     verify_export,
 )
-from spec_train.speculators.eagle3 import Eagle3
+from spec_train.speculators.eagle3 import Eagle3, eagle3_config
 from spec_train.target import TargetModel
 from tests.heads import random_eagle3
 from tests.tiny import tiny_model
@@ -152,6 +153,19 @@ def test_stop_ids_are_read_where_the_target_reads_them(target: TargetModel, tmp_
     assert stop_token_ids(tmp_path) == [3, 9]
 
 
+@pytest.mark.parametrize("options", [{}, dict.fromkeys(EAGLE3_FLAGS, True), {"num_layers": 2, "draft_vocab_size": 96}])
+def test_heads_of_ours_keep_the_contract(target: TargetModel, tmp_path: Path, options: dict[str, Any]) -> None:
+    section = Eagle3Section(type="eagle3", **options)
+    size = section.draft_vocab_size or target.vocab_size
+    config = eagle3_config(section, target, size)
+    head = Eagle3.from_target(config, target, torch.arange(size) * target.vocab_size // size, section.init, seed=0)
+    settings: dict[str, Any] = {"target_id": target.name, "num_draft_tokens": 3, "golden": None, "provenance": {}}
+    for form in ("plain", "speculators"):
+        where = export(head.serving(), tmp_path / form, format=form, **settings)  # type: ignore[arg-type]
+        assert check_files(where, Path(target.name), "eagle3") == []
+        assert reload(where, target)["tensors"] == len(head.serving().tensors)
+
+
 def test_speculators_export_of_a_hub_target_is_served_from_a_folder(target: TargetModel, tmp_path: Path) -> None:
     head = random_eagle3()
     settings: dict[str, Any] = {"format": "speculators", "num_draft_tokens": 3, "golden": None, "provenance": {}}
@@ -160,7 +174,7 @@ def test_speculators_export_of_a_hub_target_is_served_from_a_folder(target: Targ
     assert draft_config(hub)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert check_files(hub, Path(target.name), "eagle3") == []
     edit_config(local, eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4])
-    assert "num_aux_hidden_states is 3" in check_files(local, Path(target.name), "eagle3")[0]
+    assert "num_aux_hidden_states is 3, the ids are 4" in check_files(local, Path(target.name), "eagle3")[0]
     edit_config(local, eagle_aux_hidden_state_layer_ids=[1, 2, 5])
     assert "exceed the target's 4 layers" in check_files(local, Path(target.name), "eagle3")[0]
     with served_folder(local, Path(target.name)) as folder:
