@@ -34,7 +34,7 @@ from spec_train.training.checkpoint import OPTIMIZER_FILE
 if TYPE_CHECKING:
     from spec_train.recipe import OptimSection
 
-ENGINE_TAG = "deepspeed"  # the directory inside a checkpoint that holds DeepSpeed's own files
+ENGINE_DIR, ENGINE_TAG = "deepspeed", "state"  # where DeepSpeed's own files lie inside a checkpoint
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -170,7 +170,7 @@ def optimizer_tensors(accelerator: Accelerator, model: Any, optimizer: Any) -> d
 def save_engine_state(accelerator: Accelerator, model: Any, directory: Path) -> None:
     """What only the engine itself can write: DeepSpeed's partitioned optimiser. Called by all processes."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        model.save_checkpoint(str(directory), tag=ENGINE_TAG)
+        model.save_checkpoint(str(directory / ENGINE_DIR), tag=ENGINE_TAG, save_latest=False)
 
 
 def load_optimizer(accelerator: Accelerator, model: Any, optimizer: Any, directory: Path) -> None:
@@ -179,11 +179,11 @@ def load_optimizer(accelerator: Accelerator, model: Any, optimizer: Any, directo
     Raises UserError where the checkpoint was written by another engine.
     """
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    needed = directory / (ENGINE_TAG if deepspeed else OPTIMIZER_FILE)
+    needed = directory / (ENGINE_DIR if deepspeed else OPTIMIZER_FILE)
     if not needed.exists():
         raise UserError(f"{needed} is missing: resume with the accelerate config that the run was started with")
     if deepspeed:
-        model.load_checkpoint(str(directory), tag=ENGINE_TAG)
+        model.load_checkpoint(str(needed), tag=ENGINE_TAG)
         return
     whole = StateDictOptions(full_state_dict=True)
     full: Any = get_optimizer_state_dict(model, optimizer.optimizer, options=whole)

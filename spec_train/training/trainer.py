@@ -41,7 +41,7 @@ Provider = Callable[[Batch], Batch]  # adds hidden states to a batch that is on 
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients became NaN or infinite. The message names the step and the documents; nothing was saved."""
+    """Loss or gradients became NaN or infinite. The message names the step and the documents; earlier checkpoints stand."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,15 @@ class _Run:
         }
         self.shapes = {name: tensor.shape for name, tensor in speculator.state_dict().items()}
         self.resumed_from = ckpt.latest_checkpoint(self.root)
+        fresh = ckpt.TrainState(plan=plan, run_id=uuid.uuid4().hex)
+        state = fresh if self.resumed_from is None else ckpt.load_state(self.resumed_from)
+        here = torch.tensor([state.step], device=self.accelerator.device)
+        if bool((self.accelerator.gather(here) != state.step).any()):
+            raise UserError(
+                f"{self.root}: processes see different checkpoints; run.output_dir must be on shared storage"
+            )
         if self.resumed_from is None:
-            return ckpt.TrainState(plan=plan, run_id=uuid.uuid4().hex)
-        state = ckpt.load_state(self.resumed_from)
+            return fresh
         for name, value in plan.items():
             if state.plan.get(name) != value:
                 raise UserError(
@@ -276,7 +282,7 @@ class _Run:
         where = f"documents {', '.join(named)}" if named else "the gradients, though every loss is finite"
         raise NonFiniteError(
             f"step {step + 1}: loss or gradient is not finite (gradient norm {float(norm)}) because of {where}; "
-            "nothing was saved. Look at these documents, or lower optim.lr"
+            "this step was not taken or saved. Look at these documents, or lower optim.lr"
         )
 
     def _suspects(self, rows: Rows) -> list[str]:

@@ -129,7 +129,7 @@ def test_eagle3_trains_and_reloads(target: TargetModel, tmp_path: Path, precisio
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     for line in lines:
         if "loss" in line:  # the whole, and its parts by depth
-            by_depth = sum(0.8**k * line[f"loss_{k}"] for k in range(3))
+            by_depth = sum(0.8**k * line[f"depth_loss_{k}"] for k in range(3))
             assert line["loss"] == pytest.approx(by_depth, rel=1e-5 if precision == "fp32" else 1e-2)
             assert {"hit_0", "hit_1", "hit_2", "alpha_0", "grad_norm", "learning_rate"} <= line.keys()
     again = new_head(target)
