@@ -41,7 +41,7 @@ Provider = Callable[[Batch], Batch]  # adds hidden states to a batch that is on 
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients became NaN or infinite. The message names the step and the documents; earlier checkpoints stand."""
+    """Loss or gradients became NaN or infinite. Names the step and the documents; earlier checkpoints stand."""
 
 
 @dataclass(frozen=True)
