@@ -144,7 +144,9 @@ def _responses(run: Run, force: bool) -> None:
             counts[f"{split}_response_tokens"] = sum(document.num_response_tokens for document in documents)
         check_drops(counts["train"], dropped, recipe.data.max_drop_rate, "responses")
         if counts["train_response_tokens"] == 0:
-            raise UserError("responses: no supervised token is left to train on; look at data.max_length and the template")
+            raise UserError(
+                "responses: no supervised token is left to train on; look at data.max_length and the template"
+            )
         return {}, {**counts, "dropped": dict(dropped)}
 
     _make(run, "responses", inputs, force, work)
@@ -166,8 +168,12 @@ def _generate(run: Run, conversations: list[Conversation], parts: Path) -> tuple
         check_disk(directory, header, len(conversations) * recipe.data.max_length)
         capture = Capture(FeatureStore(directory, header), _feature_spec(run, target), run.torch_dtype)
     sampling = Sampling(section.temperature, section.top_k, section.top_p, seed=recipe.run.seed)
-    settings = AnswerSettings(sampling, section.max_new_tokens, recipe.data.max_length, section.batch_size, run.prompt_kwargs)
-    with progress(f"answers ({parts.name.removeprefix('parts-')})", len(conversations) * section.max_new_tokens) as advance:
+    settings = AnswerSettings(
+        sampling, section.max_new_tokens, recipe.data.max_length, section.batch_size, run.prompt_kwargs
+    )
+    with progress(
+        f"answers ({parts.name.removeprefix('parts-')})", len(conversations) * section.max_new_tokens
+    ) as advance:
         return generate_responses(
             target,
             run.tokenizer,
@@ -214,9 +220,7 @@ def inspect_rows(recipe: Recipe, n: int) -> tuple[list[dict[str, Any]], int, dic
         documents = read_documents(finished)
         dropped = dict(read_manifest(finished.parent)["counts"]["dropped"]) if _is_finished(finished.parent) else {}
         return list(rows_of(run.tokenizer, documents[:n])), len(documents), dropped
-    conversations, lost = load_conversations(
-        recipe.data.sources, mode="keep", max_drop_rate=1.0, seed=recipe.run.seed
-    )
+    conversations, lost = load_conversations(recipe.data.sources, mode="keep", max_drop_rate=1.0, seed=recipe.run.seed)
     documents, more = _render_kept(run, conversations, Path())
     return list(rows_of(run.tokenizer, islice(documents, n))), len(documents), dict(lost + more)
 
@@ -367,7 +371,10 @@ def _train(run: Run, force: bool) -> None:
             speculator_config={"type": "eagle3", **asdict(speculator.config)},
             run_config=recipe.model_dump(mode="json"),
         )
-        return {**asdict(result), "held_out_coverage": coverage}, {"documents": len(documents), "held_out": len(held_out)}
+        return {**asdict(result), "held_out_coverage": coverage}, {
+            "documents": len(documents),
+            "held_out": len(held_out),
+        }
 
     _make(run, "train", inputs, force, work)
 
@@ -417,7 +424,9 @@ def load_trained(checkpoint: Path, target: TargetModel) -> Eagle3:
 
     config_file = checkpoint / "speculator.json"
     if not config_file.is_file():
-        raise UserError(f"{checkpoint}: no speculator.json here; give a checkpoint (.../train/checkpoints/step-...) or an export")
+        raise UserError(
+            f"{checkpoint}: no speculator.json here; give a checkpoint (.../train/checkpoints/step-...) or an export"
+        )
     return Eagle3.from_checkpoint(checkpoint, json.loads(config_file.read_text(encoding="utf-8")), target)
 
 
@@ -471,7 +480,11 @@ def _settings(run: Run, temperature: float) -> EvalSettings:
 
 def _eval(run: Run, force: bool) -> None:
     recipe = run.recipe
-    inputs = {"train": run.made_from("train"), "eval": recipe.eval.model_dump(mode="json"), "dtype": recipe.target.dtype}
+    inputs = {
+        "train": run.made_from("train"),
+        "eval": recipe.eval.model_dump(mode="json"),
+        "dtype": recipe.target.dtype,
+    }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         checkpoint = _best_checkpoint(run)
@@ -619,7 +632,9 @@ def load_any(path: Path, target: TargetModel) -> Eagle3:
     from spec_train.speculators.eagle3 import Eagle3
 
     if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
-        raise UserError(f"{path}: neither a training checkpoint (speculator.json) nor an export (config.json, model.safetensors)")
+        raise UserError(
+            f"{path}: neither a training checkpoint (speculator.json) nor an export (config.json, model.safetensors)"
+        )
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     head = Eagle3.from_serving(config, load_file(path / "model.safetensors"), target)
     return head.to(target.device, target.dtype)
@@ -722,13 +737,17 @@ def _verify(run: Run, force: bool) -> None:
         atomic_write_json(stage.directory / "report.json", [asdict(report) for report in reports])
         problems = [problem for report in reports for problem in report.problems]
         if problems:
-            raise RuntimeError(f"verify: {problems[0]} ({len(problems)} problems, see {stage.directory / 'report.json'})")
+            raise RuntimeError(
+                f"verify: {problems[0]} ({len(problems)} problems, see {stage.directory / 'report.json'})"
+            )
         return {"reports": [report.vllm_status for report in reports]}, {"prompts": len(prompts)}
 
     _make(run, "verify", inputs, force, work)
 
 
-def verify_export_dir(export_dir: Path, target: str | None, *, num_draft_tokens: int, max_new_tokens: int, prompts: int) -> Any:
+def verify_export_dir(
+    export_dir: Path, target: str | None, *, num_draft_tokens: int, max_new_tokens: int, prompts: int
+) -> Any:
     """Verify an export on a few bundled prompts, without a recipe."""
     import torch
 

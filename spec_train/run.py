@@ -75,7 +75,9 @@ class Run:
         section = self.recipe.target
         template = str(resolve_path(section.chat_template)) if section.chat_template else None
         name = section.tokenizer or self.target_path
-        tokenizer = load_tokenizer(name, revision=section.revision if name == section.model else None, chat_template=template)
+        tokenizer = load_tokenizer(
+            name, revision=section.revision if name == section.model else None, chat_template=template
+        )
         if section.tokenizer is not None:
             own = load_tokenizer(self.target_path, revision=section.revision)
             check_same_tokenizer(own, tokenizer, ("the target", section.tokenizer))
@@ -132,7 +134,9 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             atomic_write_text(self.directory / "recipe.yaml", dump_recipe(self.recipe))
         except OSError as error:
-            raise UserError(f"{self.directory}: cannot be written ({error.strerror}); choose another run.output_dir") from None
+            raise UserError(
+                f"{self.directory}: cannot be written ({error.strerror}); choose another run.output_dir"
+            ) from None
 
     @cached_property
     def target_identity(self) -> dict[str, Any]:
@@ -142,7 +146,9 @@ class Run:
             "revision": self.recipe.target.revision,
             "weights": weights_fingerprint(self.target_path),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "chat_template": template_hash(self.tokenizer, self.recipe.target.chat_template_kwargs, self.recipe.target.system_prompt),
+            "chat_template": template_hash(
+                self.tokenizer, self.recipe.target.chat_template_kwargs, self.recipe.target.system_prompt
+            ),
         }
 
 

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.errors import UserError
-from spec_train.batch import Batch, Features, FeatureSpec
 
 GROUPED_ATTENTION = "spec_train_grouped"
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
@@ -49,11 +49,20 @@ def grouped_attention(
     folded = query.reshape(batch, kv_heads, groups * length, dim)
     mask = attention_mask
     if mask is None and length > 1:  # Transformers leaves the mask out where plain causal attention is meant
-        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)[None, None]
+        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)[
+            None, None
+        ]
     if mask is not None and groups > 1:
         mask = mask.expand(batch, -1, -1, -1).repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
+
+
+def clock(device: torch.device) -> float:
+    """Seconds on a monotonic clock, once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
@@ -81,7 +90,9 @@ class SlotCache(Cache):
         `limit`: one more than the highest slot in use."""
         self._slots, self._start, self._limit = position_BS, start, limit
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write [B, kv_heads, S, d] states into their slots; return the keys and values of all slots in use."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if keys is None or values is None:
@@ -170,7 +181,9 @@ class TargetModel:
         """Load a checkpoint by folder or hub id. Raises UserError where it cannot be found or is of an unsupported kind."""
         path = Path(name)
         if (name.startswith((".", "/", "~")) or path.exists()) and not (path.expanduser() / "config.json").is_file():
-            raise UserError(f"target.model {name}: the folder holds no config.json; give a Hugging Face checkpoint or hub id")
+            raise UserError(
+                f"target.model {name}: the folder holds no config.json; give a Hugging Face checkpoint or hub id"
+            )
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
             text: Any = config.get_text_config()
@@ -181,7 +194,9 @@ class TargetModel:
             )
         except OSError as error:
             first = str(error).strip().splitlines()[0]
-            raise UserError(f"target.model {name}: cannot be loaded ({first}); give a local folder or a reachable hub id") from error
+            raise UserError(
+                f"target.model {name}: cannot be loaded ({first}); give a local folder or a reachable hub id"
+            ) from error
         return cls(model.to(device), name, torch.device(device))
 
     # ------------------------------------------------------------------ output head
@@ -215,7 +230,9 @@ class TargetModel:
             own = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
             ours = self.logits(self.forward(ids, torch.arange(4, device=self.device)[None])[0])[0, -1].float()
         if (own - ours).abs().max() > 2e-2 * max(1.0, float(own.abs().max())):
-            raise UserError(f"target {self.name}: its output head ({self.config.model_type}) is not understood; logits disagree")
+            raise UserError(
+                f"target {self.name}: its output head ({self.config.model_type}) is not understood; logits disagree"
+            )
 
     # ------------------------------------------------------------------ forward passes
     @contextmanager
@@ -363,19 +380,21 @@ class TargetModel:
             raise UserError("a prompt is empty; every request needs at least one token")
         room = [min(max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
         if min(room) < 1:
-            raise UserError(f"a prompt of {max(map(len, prompts))} tokens leaves no room below the target's limit of {self.max_length}")
+            raise UserError(
+                f"a prompt of {max(map(len, prompts))} tokens leaves no room below the target's limit of {self.max_length}"
+            )
         spec = capture or FeatureSpec((), last_hidden=False)
         generators = RequestGenerators(sampling, list(request_indices or range(len(prompts))))
         lengths = [len(prompt) for prompt in prompts]
         cache = self.new_cache(max(n + r for n, r in zip(lengths, room, strict=True)))
         outputs: list[list[int]] = [[] for _ in prompts]
         reasons = ["length"] * len(prompts)
-        clock = time.perf_counter()
+        begun = clock(self.device)
         hidden, features = self.prefill(prompts, cache, spec)
         store = _CaptureStore(features, lengths, room, capture_dtype) if capture else None
         if timings:
-            timings.prefill += time.perf_counter() - clock
-        clock = time.perf_counter()
+            timings.prefill += clock(self.device) - begun
+        begun = clock(self.device)
         rows = torch.arange(len(prompts))  # which request each cache row serves
         active = torch.ones(len(prompts), dtype=torch.bool)
         position = torch.tensor(lengths)
@@ -401,14 +420,16 @@ class TargetModel:
                 rows, position, tokens = rows[active], position[active], tokens[active]
                 active = torch.ones(len(rows), dtype=torch.bool)
             here = position.clamp(max=cache.max_length - 1)
-            hidden_B1H, features = self.step(tokens[:, None].to(self.device), here[:, None].to(self.device), cache, spec)
+            hidden_B1H, features = self.step(
+                tokens[:, None].to(self.device), here[:, None].to(self.device), cache, spec
+            )
             if store:
                 store.add(rows, position, active, features)
             hidden, position = hidden_B1H[:, 0], position + active.long()
             if timings:
                 timings.steps += 1
         if timings:
-            timings.decode += time.perf_counter() - clock
+            timings.decode += clock(self.device) - begun
         return [
             Generation(out, reason, *(store.row(row, lengths[row] + len(out) - 1) if store else (None, None)))
             for row, (out, reason) in enumerate(zip(outputs, reasons, strict=True))
@@ -473,7 +494,9 @@ def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.Module
     for child in decoder.children():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
-    raise UserError(f"target {name}: no stack of {num_layers} decoder layers found in {type(decoder).__name__}; unsupported model")
+    raise UserError(
+        f"target {name}: no stack of {num_layers} decoder layers found in {type(decoder).__name__}; unsupported model"
+    )
 
 
 def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int | None]:
@@ -482,7 +505,9 @@ def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int
     window = getattr(config, "sliding_window", None)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UserError(f"target {name}: layers of kind {', '.join(unknown)} are not supported; full and sliding attention are")
+        raise UserError(
+            f"target {name}: layers of kind {', '.join(unknown)} are not supported; full and sliding attention are"
+        )
     if not kinds:
         return {"all": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}

@@ -114,7 +114,9 @@ class FeatureStore:
     def read(self, document_id: str) -> DocumentFeatures:
         """The states of a document. Raises UserError where they are not there."""
         shard = self._shard(document_id)
-        return DocumentFeatures(*(shard.get_tensor(f"{document_id}/{f}") for f in ("aux_hidden", "last_hidden", "target_lse")))
+        return DocumentFeatures(
+            *(shard.get_tensor(f"{document_id}/{f}") for f in ("aux_hidden", "last_hidden", "target_lse"))
+        )
 
     def holds(self, document: Document) -> bool:
         """Whether the states stored under this id are those of these very tokens."""

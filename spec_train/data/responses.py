@@ -131,7 +131,9 @@ def _answer(
     return documents
 
 
-def _finished(part: Path, batch: Sequence[tuple[Conversation, list[int]]], capture: Capture | None) -> list[Document] | None:
+def _finished(
+    part: Path, batch: Sequence[tuple[Conversation, list[int]]], capture: Capture | None
+) -> list[Document] | None:
     """The documents of an already finished batch, or None. Features that should be there and are not make it unfinished."""
     if not part.is_file():
         return None
@@ -172,7 +174,9 @@ def _history(conversation: Conversation) -> _History:
     return _History(turns, [])
 
 
-def _batches(prompts: list[tuple[Conversation, list[int]]], size: int) -> Iterator[list[tuple[Conversation, list[int]]]]:
+def _batches(
+    prompts: list[tuple[Conversation, list[int]]], size: int
+) -> Iterator[list[tuple[Conversation, list[int]]]]:
     ordered = sorted(prompts, key=lambda pair: (len(pair[1]), pair[0].id))
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
@@ -180,4 +184,3 @@ def _batches(prompts: list[tuple[Conversation, list[int]]], size: int) -> Iterat
 
 def _name(conversation: Conversation, turn: int) -> str:
     return conversation.id if turn == 0 else f"{conversation.id}#turn{turn + 1}"
-

@@ -13,7 +13,6 @@ A batch holds requests at different positions; rows that finish ride along until
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.decoding.verify import verify_greedy, verify_sampled
 from spec_train.errors import UserError
 from spec_train.speculators.base import Chooser, Committed, Proposal, Proposer
-from spec_train.target import GenerationTimings, SlotCache, TargetModel
+from spec_train.target import GenerationTimings, SlotCache, TargetModel, clock
 
 Progress = Callable[[int], None]  # called with the tokens emitted since the last call
 
@@ -45,7 +44,7 @@ def plain_decode(
     """Decode without speculation: the baseline in speed and the reference in text."""
     requests = _requests(prompts, ids, categories)
     timings = Timings()
-    started = time.perf_counter()
+    started = clock(target.device)
     for chunk in _chunks(prompts, batch_size):
         spent, seen = GenerationTimings(), [0]
 
@@ -62,7 +61,7 @@ def plain_decode(
         timings.prefill += spent.prefill
         timings.target += spent.decode
         timings.target_steps += spent.steps
-    timings.total = time.perf_counter() - started
+    timings.total = clock(target.device) - started
     return DecodeTrace(requests, timings, num_draft_tokens=0, batch_size=batch_size)
 
 
@@ -90,14 +89,16 @@ def speculative_decode(
         raise UserError(f"num_draft_tokens is {num_draft_tokens}: give at least 1")
     requests = _requests(prompts, ids, categories)
     timings = Timings()
-    started = time.perf_counter()
+    started = clock(target.device)
     for chunk in _chunks(prompts, batch_size):
-        batch = _Round(target, proposer, [requests[i] for i in chunk], chunk, num_draft_tokens, sampling, max_new_tokens, timings)
+        batch = _Round(
+            target, proposer, [requests[i] for i in chunk], chunk, num_draft_tokens, sampling, max_new_tokens, timings
+        )
         while batch.rows:
             emitted = batch.advance()
             if on_progress:
                 on_progress(emitted)
-    timings.total = time.perf_counter() - started
+    timings.total = clock(target.device) - started
     return DecodeTrace(requests, timings, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
 
 
@@ -135,16 +136,18 @@ class _Round:
                 raise UserError(
                     f"a prompt of {len(prompt)} tokens cannot be decoded: it needs 1 to {target.max_length - 1} tokens and room"
                 )
-        self.rows = [_Row(request, room, len(prompt)) for request, room, prompt in zip(requests, rooms, prompts, strict=True)]
+        self.rows = [
+            _Row(request, room, len(prompt)) for request, room, prompt in zip(requests, rooms, prompts, strict=True)
+        ]
         self.draws = RequestGenerators(sampling, indices)
         self.draft_draws = RequestGenerators(sampling, indices, stream="draft")
         capacity = max(row.known + row.room for row in self.rows) + num_draft_tokens + 1
         self.cache: SlotCache = target.new_cache(capacity)
-        clock = time.perf_counter()
+        begun = clock(target.device)
         hidden_BH, features = target.prefill(prompts, self.cache, proposer.feature_spec)
         logits = target.logits(hidden_BH)
         first_B = logits.argmax(-1) if sampling.greedy else self.draws.draw_rows(target_probs(logits, sampling))
-        timings.prefill += time.perf_counter() - clock
+        timings.prefill += clock(target.device) - begun
         width = max(map(len, prompts))
         token_BS = torch.zeros(len(prompts), width, dtype=torch.long)
         for b, (row, token) in enumerate(zip(self.rows, first_B.tolist(), strict=True)):
@@ -160,10 +163,10 @@ class _Round:
 
     def advance(self) -> int:
         """Draft, verify, accept, commit once; returns the number of tokens emitted."""
-        clock = time.perf_counter()
+        begun = clock(self.device)
         self.proposer.commit(self.state, self.committed)
         proposal = self._within_context(self.proposer.propose(self.state, self.num_draft_tokens, self._choose))
-        drafted = time.perf_counter()
+        drafted = clock(self.device)
         width = int(proposal.count_B.max())
         draft_BK = proposal.token_BK[:, :width]
         start_B = torch.tensor([row.known - 1 for row in self.rows], device=self.device)
@@ -171,7 +174,7 @@ class _Round:
         tokens_BQ = torch.cat([self.last_B[:, None], draft_BK], dim=1)
         hidden_BQH, features = self.target.step(tokens_BQ, position_BQ, self.cache, self.proposer.feature_spec)
         logits_BQV = self.target.logits(hidden_BQH)
-        passed = time.perf_counter()
+        passed = clock(self.device)
         if self.sampling.greedy:
             accepted_B, next_B = verify_greedy(draft_BK, proposal.count_B, logits_BQV)
         else:
@@ -180,11 +183,13 @@ class _Round:
             accepted_B, next_B = verify_sampled(draft_BK, proposal.count_B, probs_BQV, laws, self.draws)
         emitted = self._record(draft_BK, proposal.count_B, accepted_B, next_B)
         # Beside position n-1+i stands token x_{n+i}: the accepted drafts, then the corrected or bonus token.
-        token_BQ = torch.cat([draft_BK, torch.zeros_like(next_B)[:, None]], dim=1).scatter(1, accepted_B[:, None], next_B[:, None])
+        token_BQ = torch.cat([draft_BK, torch.zeros_like(next_B)[:, None]], dim=1).scatter(
+            1, accepted_B[:, None], next_B[:, None]
+        )
         self.committed = Committed(token_BQ, position_BQ, accepted_B + 1, features)
         self.last_B = next_B
-        done = time.perf_counter()
-        self.timings.draft += drafted - clock
+        done = clock(self.device)
+        self.timings.draft += drafted - begun
         self.timings.target += passed - drafted
         self.timings.verify += done - passed
         self.timings.target_steps += 1
@@ -253,10 +258,14 @@ class _Round:
         self.draws, self.draft_draws = self.draws.select(live), self.draft_draws.select(live)
         self.last_B = self.last_B[chosen]
         c = self.committed
-        self.committed = Committed(c.token_BS[chosen], c.position_BS[chosen], c.count_B[chosen], c.features.select(chosen))
+        self.committed = Committed(
+            c.token_BS[chosen], c.position_BS[chosen], c.count_B[chosen], c.features.select(chosen)
+        )
 
 
-def _requests(prompts: Sequence[Sequence[int]], ids: Sequence[str] | None, categories: Sequence[str] | None) -> list[RequestTrace]:
+def _requests(
+    prompts: Sequence[Sequence[int]], ids: Sequence[str] | None, categories: Sequence[str] | None
+) -> list[RequestTrace]:
     return [
         RequestTrace(ids[i] if ids else str(i), list(prompt), category=categories[i] if categories else "")
         for i, prompt in enumerate(prompts)
@@ -271,4 +280,3 @@ def _chunks(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]
     if batch_size > 1:
         order.sort(key=lambda i: (len(prompts[i]), i))
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-

@@ -141,7 +141,9 @@ class Attention(nn.Module):
         return apply_rotary_pos_emb(k, k, cos.to(k.dtype), sin.to(k.dtype))[0], v
 
 
-def ttt_attention(q_BhQd: Tensor, keys: Tensor, values: Tensor, mask_BQT: Tensor, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def ttt_attention(
+    q_BhQd: Tensor, keys: Tensor, values: Tensor, mask_BQT: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Attention over the depth-0 entries [B, g, T, d] under `mask_BQT` and over each query's own deeper entries.
 
     `own` holds one ([B, g, Q, d], [B, g, Q, d]) pair per depth already drafted, diagonal by construction.
@@ -280,7 +282,9 @@ class Eagle3(Speculator):
 
     # ------------------------------------------------------------------ construction
     @classmethod
-    def from_target(cls, config: Eagle3Config, target: TargetModel, draft_ids_D: Tensor, init: str, seed: int) -> Eagle3:
+    def from_target(
+        cls, config: Eagle3Config, target: TargetModel, draft_ids_D: Tensor, init: str, seed: int
+    ) -> Eagle3:
         """A fresh head: output rows and final norm from the target, the layer from its last layer where it fits."""
         generator = torch.Generator().manual_seed(seed)
         head = cls(config, draft_ids_D)
@@ -373,7 +377,14 @@ class Eagle3(Speculator):
             cos_sin = self._cos_sin(hidden, query_position + k)
             if self.config.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, new = checkpoint(
-                    self._next_depth, hidden, embedding, cos_sin, entries, [list(o) for o in own], mask_BQT, use_reentrant=False
+                    self._next_depth,
+                    hidden,
+                    embedding,
+                    cos_sin,
+                    entries,
+                    [list(o) for o in own],
+                    mask_BQT,
+                    use_reentrant=False,
                 )
             else:
                 hidden, new = self._next_depth(hidden, embedding, cos_sin, entries, own, mask_BQT)
@@ -427,16 +438,18 @@ class Eagle3(Speculator):
         return _queries(batch, self.num_depths, everywhere=False).weight_BQK.double().sum((0, 1))
 
     def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
-        """Sum over depths of decay^k * (weighted mean of the head loss). Metrics by depth: loss, alpha, hit."""
+        """Sum over depths of decay^k * (weighted mean of the head loss). Metrics by depth: depth_loss, alpha, hit."""
         config = self.config
         assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
         queries = _queries(batch, self.num_depths, everywhere=config.num_layers > 1)
         rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
-        depth_weight = config.step_decay ** torch.arange(self.num_depths, device=normalizer.device) / normalizer.clamp(min=1e-9)
+        depth_weight = config.step_decay ** torch.arange(self.num_depths, device=normalizer.device) / normalizer.clamp(
+            min=1e-9
+        )
         depth_weight = torch.where(normalizer > 0, depth_weight, torch.zeros_like(depth_weight)).float()
         target_probs_MD, probs_index_BT = self._target_probs(batch, queries)
         total: Tensor = torch.zeros((), device=batch.input_ids_BT.device)
-        sums: dict[str, list[Tensor]] = {"loss": [], "alpha": [], "hit": []}
+        sums: dict[str, list[Tensor]] = {"depth_loss": [], "alpha": [], "hit": []}
         counts = []
         for k, state_BQH in enumerate(self.unroll(batch, queries, self.num_depths)):
             weight_BQ = queries.weight_BQK[..., k]
@@ -454,12 +467,12 @@ class Eagle3(Speculator):
                 config.lk_eta,
             )
             total = total + out.total
-            for name, value_N in (("loss", out.loss_N), ("alpha", out.alpha_N), ("hit", out.hit_N)):
+            for name, value_N in (("depth_loss", out.loss_N), ("alpha", out.alpha_N), ("hit", out.hit_N)):
                 sums[name].append((value_N.double() * weight_N).sum())
             counts.append(weight_N.double().sum())
         count_K = torch.stack(counts)
         return LossOutput(
-            total, {name: torch.stack(values) for name, values in sums.items()}, {name: count_K for name in sums}
+            total, {name: torch.stack(values) for name, values in sums.items()}, dict.fromkeys(sums, count_K)
         )
 
     @torch.no_grad()
@@ -565,10 +578,20 @@ class Eagle3(Speculator):
         layer = {
             key: value
             for key, value in config.llama().to_dict().items()
-            if key not in {"architectures", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}
+            if key
+            not in {
+                "architectures",
+                "transformers_version",
+                "_name_or_path",
+                "bos_token_id",
+                "eos_token_id",
+                "pad_token_id",
+            }
         }
         layer["rope_theta"] = config.rope_parameters.get("rope_theta")  # older readers look here
-        flags = {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+        flags = {
+            name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        }
         shared = {
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
@@ -630,7 +653,9 @@ class Eagle3(Speculator):
         head = cls(head_config, d2t + torch.arange(len(d2t)))
         missing, unexpected = set(head.state_dict()) - set(renamed), set(renamed) - set(head.state_dict())
         if missing or unexpected:
-            raise UserError(f"exported EAGLE-3 head: missing tensors {sorted(missing)}, unknown tensors {sorted(unexpected)}")
+            raise UserError(
+                f"exported EAGLE-3 head: missing tensors {sorted(missing)}, unknown tensors {sorted(unexpected)}"
+            )
         head.load_state_dict(renamed)
         head.borrow(target)
         return head.eval().requires_grad_(False)
@@ -640,7 +665,9 @@ def aux_layer_ids(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, .
     """The recipe's ids, ascending, or the default. Raises UserError for ids that the target does not have."""
     ids = tuple(sorted(chosen)) if chosen else default_aux_layer_ids(num_layers)
     if len(set(ids)) != len(ids) or ids[0] < 0 or ids[-1] > num_layers:
-        raise UserError(f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{num_layers}, the target's layers")
+        raise UserError(
+            f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{num_layers}, the target's layers"
+        )
     return ids
 
 
@@ -684,7 +711,9 @@ def _rope_parameters(text: Any) -> dict[str, Any]:
     rope = dict(rope.get("full_attention", rope))
     rope.setdefault("rope_type", "default")
     if rope["rope_type"] not in {"default", "linear", "llama3", "yarn"}:
-        raise UserError(f"target rope_type {rope['rope_type']!r} is not supported by the head; default, linear, llama3 and yarn are")
+        raise UserError(
+            f"target rope_type {rope['rope_type']!r} is not supported by the head; default, linear, llama3 and yarn are"
+        )
     rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
     rope.pop("partial_rotary_factor", None)  # the head rotates its whole head_dim
     return rope

@@ -38,7 +38,13 @@ class HeadLoss:
 
 
 def head_loss_reference(
-    hidden_NH: Tensor, weight_DH: Tensor, target_probs_ND: Tensor, scale_N: Tensor, label_N: Tensor, kind: LossKind, eta: float
+    hidden_NH: Tensor,
+    weight_DH: Tensor,
+    target_probs_ND: Tensor,
+    scale_N: Tensor,
+    label_N: Tensor,
+    kind: LossKind,
+    eta: float,
 ) -> HeadLoss:
     """The obvious form of `fused_head_loss`, differentiated by autograd."""
     logits_ND = F.linear(hidden_NH, weight_DH).float()

@@ -35,6 +35,7 @@ def options(**changes: Any) -> Any:
 def head_for(target: TargetModel, draft_ids: Tensor | None = None, **changes: Any) -> Eagle3:
     ids = torch.arange(target.vocab_size) if draft_ids is None else draft_ids
     head = Eagle3.from_target(eagle3_config(options(**changes), target, len(ids)), target, ids, "target_layer", 0)
+    torch.manual_seed(0)
     with torch.no_grad():  # all-ones norms would hide a missing or doubled norm
         for name, value in head.named_parameters():
             if "norm" in name:
@@ -206,7 +207,9 @@ def test_tokens_outside_the_draft_vocabulary_are_misses(target: TargetModel) -> 
     ids = torch.arange(0, 320, 2)
     head = head_for(target, ids)
     train_on_own_text(target, head, steps=40)
-    trace = speculative_decode(target, head, PROMPTS, num_draft_tokens=3, sampling=GREEDY, max_new_tokens=40, batch_size=4)
+    trace = speculative_decode(
+        target, head, PROMPTS, num_draft_tokens=3, sampling=GREEDY, max_new_tokens=40, batch_size=4
+    )
     documents = [(r.prompt_ids + r.output_ids, len(r.prompt_ids)) for r in trace.requests]
     batch = target.fill_features(packed_batch(documents, 2), head.feature_spec, torch.float32)
     counts = renewal_counts(head.draft_hits(batch, 3), 3)
@@ -224,7 +227,9 @@ def test_gradient_checkpointing_changes_nothing(target: TargetModel) -> None:
     grads = []
     for flag in (False, True):
         head = head_for(target, gradient_checkpointing=flag)
-        batch = target.fill_features(packed_batch([(list(range(5, 25)), 6), (list(range(40, 52)), 4)], 2), head.feature_spec, torch.float32)
+        batch = target.fill_features(
+            packed_batch([(list(range(5, 25)), 6), (list(range(40, 52)), 4)], 2), head.feature_spec, torch.float32
+        )
         head(batch, head.supervised_counts(batch)).loss.backward()
         grads.append([p.grad.clone() for p in head.parameters() if p.grad is not None])
     for plain, checkpointed in zip(*grads, strict=True):
