@@ -6,6 +6,7 @@ Shape legend: B rows of a batch, T tokens in a row, A aux layers, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in self.__dict__.items()
             if isinstance(value, Tensor)

@@ -1,4 +1,4 @@
-"""A run on disk: its directories, its target and tokenizer (loaded when first needed), and what each stage depends on."""
+"""A run on disk: its directories, its target and tokenizer (loaded when needed), and what each stage depends on."""
 
 from __future__ import annotations
 

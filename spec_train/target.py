@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A key/value cache whose rows stand at different lengths and roll back for free.
 
     The entry of position p lives in slot p of its row, and a query at position p sees the slots up to p only. Rejected
@@ -151,16 +151,16 @@ class TargetModel:
         config: Any = model.config
         self.full_config = config
         self.config: Any = config.get_text_config()
-        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+        self.decoder: Any = cast(Any, model).get_decoder()
         inner = getattr(self.decoder, "language_model", None)
         if isinstance(inner, nn.Module):  # a wrapper that also holds a vision tower
             self.decoder = inner
-        self.lm_head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
-        self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self.lm_head: nn.Linear = cast(Any, model).get_output_embeddings()
+        self.embedding: nn.Embedding = cast(Any, model).get_input_embeddings()
         self.num_layers = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
-        self.vocab_size = int(self.lm_head.weight.shape[0])  # type: ignore[union-attr, index]
-        self.dtype: torch.dtype = self.lm_head.weight.dtype  # type: ignore[assignment]
+        self.vocab_size = int(self.lm_head.weight.shape[0])
+        self.dtype = self.lm_head.weight.dtype
         self.max_length = int(getattr(self.config, "max_position_embeddings", 1 << 20))
         self.layers = _decoder_layers(self.decoder, self.num_layers, name)
         self.windows = _attention_windows(self.config, self.num_layers, name)
@@ -178,7 +178,7 @@ class TargetModel:
         device: torch.device | str = "cpu",
         attn_implementation: str | None = None,
     ) -> TargetModel:
-        """Load a checkpoint by folder or hub id. Raises UserError where it cannot be found or is of an unsupported kind."""
+        """Load a checkpoint by folder or hub id. Raises UserError where it is not found or of an unsupported kind."""
         path = Path(name)
         if (name.startswith((".", "/", "~")) or path.exists()) and not (path.expanduser() / "config.json").is_file():
             raise UserError(
@@ -220,7 +220,7 @@ class TargetModel:
 
     def logsumexp(self, hidden_NH: Tensor) -> Tensor:
         """float32 [N]: logsumexp over the whole vocabulary, a chunk of rows at a time."""
-        chunks = [torch.logsumexp(self.logits(part).float(), dim=-1) for part in hidden_NH.split(LSE_CHUNK)]
+        chunks = [torch.logsumexp(self.logits(part).float(), dim=-1) for part in torch.split(hidden_NH, LSE_CHUNK)]
         return torch.cat(chunks) if chunks else hidden_NH.new_zeros(0, dtype=torch.float32)
 
     def _check_head(self) -> None:
@@ -381,7 +381,7 @@ class TargetModel:
         room = [min(max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
         if min(room) < 1:
             raise UserError(
-                f"a prompt of {max(map(len, prompts))} tokens leaves no room below the target's limit of {self.max_length}"
+                f"a prompt of {max(map(len, prompts))} tokens leaves no room: the target's limit is {self.max_length}"
             )
         spec = capture or FeatureSpec((), last_hidden=False)
         generators = RequestGenerators(sampling, list(request_indices or range(len(prompts))))

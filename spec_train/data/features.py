@@ -55,7 +55,7 @@ class StoreHeader:
 
 
 class FeatureStore:
-    """A directory of shards, written by `add` and read by `read`. Opening one checks the header and the files' sizes."""
+    """A directory of shards, written by `add`, read by `read`. Opening checks the header and the files' sizes."""
 
     def __init__(self, directory: Path, header: StoreHeader) -> None:
         self.directory, self.header = directory, header
@@ -90,7 +90,7 @@ class FeatureStore:
         return sum(int(shard["bytes"]) for shard in self._shards.values())
 
     def add(self, name: str, rows: Iterable[tuple[Document, DocumentFeatures]]) -> None:
-        """Write one shard (file `name`.safetensors): temporary file, rename, then the index. Replaces one of that name."""
+        """Write the shard `name`.safetensors: temporary file, rename, then the index. Replaces one of that name."""
         tensors: dict[str, Tensor] = {}
         ids = []
         for document, states in rows:

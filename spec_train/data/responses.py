@@ -134,7 +134,7 @@ def _answer(
 def _finished(
     part: Path, batch: Sequence[tuple[Conversation, list[int]]], capture: Capture | None
 ) -> list[Document] | None:
-    """The documents of an already finished batch, or None. Features that should be there and are not make it unfinished."""
+    """The documents of a finished batch, or None. One whose features should be there and are not is unfinished."""
     if not part.is_file():
         return None
     documents = read_documents(part)

@@ -134,7 +134,7 @@ class _Round:
         for prompt, room in zip(prompts, rooms, strict=True):
             if not prompt or room < 1:
                 raise UserError(
-                    f"a prompt of {len(prompt)} tokens cannot be decoded: it needs 1 to {target.max_length - 1} tokens and room"
+                    f"a prompt of {len(prompt)} tokens cannot be decoded: give 1 to {target.max_length - 1} tokens"
                 )
         self.rows = [
             _Row(request, room, len(prompt)) for request, room, prompt in zip(requests, rooms, prompts, strict=True)

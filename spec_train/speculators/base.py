@@ -145,31 +145,3 @@ class Speculator(nn.Module, Proposer):
         ZeRO look for the tensors whose backward they must prepare, and do not look inside a dataclass."""
         output = self.loss(batch, normalizer)
         return output.loss, output.sums, output.counts
-
-
-def response_hits(batch: Batch, hit_BTK: Tensor) -> list[ResponseHits]:
-    """Cut hits by position ([B, T, K], position p drafts p+2 ...) into responses, one for each supervised span.
-
-    A response at positions s .. e-1 has decoding states p = s-1 .. e-3: the token at p+1 is known, p+2 is drafted.
-    Depths that would read beyond the response are never hits.
-    """
-    out: list[ResponseHits] = []
-    supervised = (batch.loss_weight_BT > 0).tolist()
-    documents = batch.document_BT.tolist()
-    starts_document = (batch.position_BT == 0).tolist()
-    for row, (flags, docs) in enumerate(zip(supervised, documents, strict=True)):
-        start = None
-        # Nothing predicts the first token of a document.
-        flags = [flag and not first for flag, first in zip(flags, starts_document[row], strict=True)]
-        for t in range(len(flags) + 1):
-            inside = t < len(flags) and flags[t] and (start is None or docs[t] == docs[start])
-            if inside and start is None:
-                start = t
-            elif not inside and start is not None:
-                name = batch.row_ids[row][docs[start]] if batch.row_ids else str(docs[start])
-                states = hit_BTK[row, start - 1 : t - 2].clone() if t - start > 1 else hit_BTK[row, :0]
-                for m in range(states.shape[0]):  # state m+1 tokens known: depth k drafts response token m+1+k
-                    states[m, max(0, t - start - 1 - m) :] = False
-                out.append(ResponseHits(name, states))
-                start = t if t < len(flags) and flags[t] else None
-    return out

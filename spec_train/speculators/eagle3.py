@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
@@ -44,9 +44,10 @@ from spec_train.speculators.base import (
     ResponseHits,
     ServingCheckpoint,
     Speculator,
-    response_hits,
 )
+from spec_train.speculators.layers import DraftLayer, RMSNorm, ttt_attention
 from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs
+from spec_train.speculators.supervision import Queries, response_hits, supervised_queries
 from spec_train.target import SlotCache, TargetModel, grouped_attention
 
 
@@ -106,137 +107,6 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    """Projections of one layer; `input_size` is 2H in the first layer and H in further ones."""
-
-    def __init__(self, config: Eagle3Config, input_size: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = nn.Linear(input_size, self.heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
-
-    def queries(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, h, S, d], rotated."""
-        q = self.q_proj(x_BSU).unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
-        return apply_rotary_pos_emb(q, q, cos.to(q.dtype), sin.to(q.dtype))[0]
-
-    def keys_values(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, g, S, d] each, keys rotated."""
-        k = self.k_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
-        v = self.v_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
-        return apply_rotary_pos_emb(k, k, cos.to(k.dtype), sin.to(k.dtype))[0], v
-
-
-def ttt_attention(
-    q_BhQd: Tensor, keys: Tensor, values: Tensor, mask_BQT: Tensor, own: Sequence[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Attention over the depth-0 entries [B, g, T, d] under `mask_BQT` and over each query's own deeper entries.
-
-    `own` holds one ([B, g, Q, d], [B, g, Q, d]) pair per depth already drafted, diagonal by construction.
-    Returns [B, Q, h*d].
-    """
-    batch, heads, length, dim = q_BhQd.shape
-    kv_heads, total = keys.shape[1], keys.shape[2]
-    groups = heads // kv_heads
-    q = (q_BhQd * dim**-0.5).reshape(batch, kv_heads, groups * length, dim)
-    scores = (q @ keys.transpose(-1, -2)).view(batch, kv_heads, groups, length, total)
-    scores = scores.masked_fill(~mask_BQT[:, None, None], torch.finfo(scores.dtype).min)
-    q = q.view(batch, kv_heads, groups, length, dim)
-    if own:
-        diagonal = torch.stack([(q * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
-        scores = torch.cat([scores, diagonal.to(scores.dtype)], dim=-1)
-    weights = scores.softmax(-1)
-    context = weights[..., :total].reshape(batch, kv_heads, groups * length, total) @ values
-    context = context.view(batch, kv_heads, groups, length, dim)
-    for i, (_, v) in enumerate(own):
-        context = context + weights[..., total + i, None] * v[:, :, None]
-    return context.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch, length, heads * dim)
-
-
-class DraftLayer(nn.Module):
-    """A Llama layer; the first one reads [normed embedding; normed hidden] in its attention."""
-
-    def __init__(self, config: Eagle3Config, first: bool) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.first = first
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(size, eps)
-        if first:
-            self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(config, 2 * size if first else size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(size, config.intermediate_size, bias=False),
-                "up_proj": nn.Linear(size, config.intermediate_size, bias=False),
-                "down_proj": nn.Linear(config.intermediate_size, size, bias=False),
-            }
-        )
-
-    def attention_input(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(what the attention reads, the residual it is added to)."""
-        if not self.first:
-            return self.input_layernorm(hidden), hidden
-        normed = self.hidden_norm(hidden)
-        both = torch.cat([self.input_layernorm(embedding.to(normed.dtype)), normed], dim=-1)
-        return both, normed if self.norm_before_residual else hidden
-
-    def finish(self, residual: Tensor, context: Tensor) -> Tensor:
-        """Output projection, residual, MLP."""
-        x = residual + self.self_attn.o_proj(context)
-        y = self.post_attention_layernorm(x)
-        gated = F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y)
-        return x + self.mlp["down_proj"](gated)
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """Positions that some depth supervises, gathered per row and right-padded.
-
-    index_BQ int64 positions in the row; predicted_BQK the position each depth predicts (clamped into the row);
-    weight_BQK float32 loss weight of that token, 0 where the document has ended or the query is padding.
-    """
-
-    index_BQ: Tensor
-    valid_BQ: Tensor
-    predicted_BQK: Tensor
-    weight_BQK: Tensor
-
-
-def _queries(batch: Batch, depths: int, everywhere: bool) -> _Queries:
-    """Which positions draft, and what each depth is held against. `everywhere` keeps every position as a query."""
-    document, weight = batch.document_BT, batch.loss_weight_BT
-    rows, length = document.shape
-    index_T = torch.arange(length, device=document.device)
-    predicted_TK = index_T[:, None] + 2 + torch.arange(depths, device=document.device)
-    inside = predicted_TK < length
-    predicted_TK = predicted_TK.clamp(max=length - 1)
-    same = (document[:, predicted_TK] == document[:, :, None]) & (document >= 0)[:, :, None] & inside
-    weight_BTK = weight[:, predicted_TK] * same
-    wanted = torch.ones_like(document, dtype=torch.bool) if everywhere else (weight_BTK > 0).any(-1)
-    count_B = wanted.sum(1)
-    width = max(1, int(count_B.max()))
-    order = torch.argsort(~wanted, dim=1, stable=True)[:, :width]  # wanted positions first, ascending
-    valid = torch.arange(width, device=document.device)[None] < count_B[:, None]
-    weight_BQK = weight_BTK.gather(1, order[..., None].expand(-1, -1, depths)) * valid[..., None]
-    return _Queries(order, valid, predicted_TK[order], weight_BQK)
-
-
 @dataclass
 class _State:
     """Drafting state: key/value slots by position, the last committed output and its position."""
@@ -247,7 +117,7 @@ class _State:
 
 
 class Eagle3(Speculator):
-    """The head. Trained: fc, layers, norm, lm_head. Borrowed from the target: the embedding, rows of its output head."""
+    """The head. Trained: fc, layers, norm, lm_head. Borrowed from the target: embedding and rows of its output head."""
 
     def __init__(self, config: Eagle3Config, draft_ids_D: Tensor) -> None:
         super().__init__()
@@ -265,6 +135,7 @@ class Eagle3(Speculator):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config.llama())
         self.d2t: Tensor
+        self.draft_index_V: Tensor
         self.embedding_VH: Tensor
         self.target_head_DH: Tensor
         self.register_buffer("d2t", draft_ids_D - torch.arange(len(draft_ids_D)))
@@ -274,6 +145,10 @@ class Eagle3(Speculator):
         self.register_buffer("draft_index_V", index, persistent=False)
         self.register_buffer("embedding_VH", torch.empty(0), persistent=False)
         self.register_buffer("target_head_DH", torch.empty(0), persistent=False)
+
+    @property
+    def _layers(self) -> list[DraftLayer]:
+        return [cast(DraftLayer, layer) for layer in self.layers]
 
     @property
     def draft_ids_D(self) -> Tensor:
@@ -309,8 +184,8 @@ class Eagle3(Speculator):
         tensors = load_file(checkpoint / "model.safetensors")
         if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
             raise UserError(
-                f"{checkpoint}: trained for a target of vocabulary {config.vocab_size} and width {config.target_hidden_size}; "
-                f"{target.name} has {target.vocab_size} and {target.hidden_size}"
+                f"{checkpoint}: trained for a target of vocabulary {config.vocab_size} and width "
+                f"{config.target_hidden_size}; {target.name} has {target.vocab_size} and {target.hidden_size}"
             )
         head = cls(config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
         head.load_state_dict(tensors)
@@ -321,8 +196,8 @@ class Eagle3(Speculator):
         """Take the frozen embedding and output rows of the target (shared storage where dtype and device agree)."""
         self._target = (target,)  # in a tuple: the target must not become a submodule
         device = self.d2t.device
-        self.embedding_VH = target.embedding.weight.detach().to(device)  # type: ignore[union-attr, operator]
-        rows = target.lm_head.weight.detach()[self.draft_ids_D.to(target.device)]  # type: ignore[union-attr, index]
+        self.embedding_VH = target.embedding.weight.detach().to(device)
+        rows = target.lm_head.weight.detach()[self.draft_ids_D.to(target.device)]
         self.target_head_DH = rows.to(device)
 
     @property
@@ -351,7 +226,7 @@ class Eagle3(Speculator):
         return cos, sin
 
     # ------------------------------------------------------------------ training pass
-    def unroll(self, batch: Batch, queries: _Queries, depths: int) -> Iterator[Tensor]:
+    def unroll(self, batch: Batch, queries: Queries, depths: int) -> Iterator[Tensor]:
         """Normed states [B, Q, H] of each depth, ready for the output head."""
         assert batch.aux_hidden_BTAH is not None
         ids, position = batch.input_ids_BT, batch.position_BT
@@ -370,7 +245,7 @@ class Eagle3(Speculator):
         cos_sin = self._cos_sin(hidden, query_position)
         hidden, entries = self._first_depth(hidden, embedding, cos_sin, f_BTH, embedding_BTH, cos_sin_T, mask_BQT)
         yield self.norm(hidden)
-        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._layers]
         for k in range(1, depths):
             hidden = self.feed_back(hidden)
             embedding = F.embedding(ids[rows, (index + 1 + k).clamp(max=length - 1)], self.embedding_VH)
@@ -407,7 +282,7 @@ class Eagle3(Speculator):
         With several layers every position is a query, so a later layer's input is known at every key.
         """
         x, entries = hidden_BQH, []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._layers):
             read, residual = layer.attention_input(embedding_BQH, x)
             source = layer.attention_input(embedding_BTH, f_BTH)[0] if i == 0 else read
             entries.append(layer.self_attn.keys_values(source, *cos_sin_T))
@@ -426,7 +301,7 @@ class Eagle3(Speculator):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Depth k > 0 on the draft's own states: (outputs, this depth's own key and value in each layer)."""
         x, new = hidden_BQH, []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._layers):
             read, residual = layer.attention_input(embedding_BQH, x)
             new.append(layer.self_attn.keys_values(read, *cos_sin_Q))
             q = layer.self_attn.queries(read, *cos_sin_Q)
@@ -435,13 +310,13 @@ class Eagle3(Speculator):
 
     def supervised_counts(self, batch: Batch) -> Tensor:
         """See `Speculator.supervised_counts`."""
-        return _queries(batch, self.num_depths, everywhere=False).weight_BQK.double().sum((0, 1))
+        return supervised_queries(batch, self.num_depths).weight_BQK.double().sum((0, 1))
 
     def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
         """Sum over depths of decay^k * (weighted mean of the head loss). Metrics by depth: depth_loss, alpha, hit."""
         config = self.config
         assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
-        queries = _queries(batch, self.num_depths, everywhere=config.num_layers > 1)
+        queries = supervised_queries(batch, self.num_depths, everywhere=config.num_layers > 1)
         rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
         depth_weight = config.step_decay ** torch.arange(self.num_depths, device=normalizer.device) / normalizer.clamp(
             min=1e-9
@@ -476,7 +351,7 @@ class Eagle3(Speculator):
         )
 
     @torch.no_grad()
-    def _target_probs(self, batch: Batch, queries: _Queries) -> tuple[Tensor, Tensor]:
+    def _target_probs(self, batch: Batch, queries: Queries) -> tuple[Tensor, Tensor]:
         """(target probabilities [M, D] of every supervised token, index_BT of the row for the position it comes from).
 
         A token at position t is predicted by the target's state at t-1; depths share one copy of each distribution.
@@ -498,11 +373,11 @@ class Eagle3(Speculator):
     @torch.no_grad()
     def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
         """See `Speculator.draft_hits`. Depths beyond `ttt_steps` are unrolled the same way."""
-        queries = _queries(batch, num_draft_tokens, everywhere=self.config.num_layers > 1)
+        queries = supervised_queries(batch, num_draft_tokens, everywhere=self.config.num_layers > 1)
         rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
         hit_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, dtype=torch.bool, device=rows.device)
         for k, state_BQH in enumerate(self.unroll(batch, queries, num_draft_tokens)):
-            best = torch.cat([self.lm_head(part).argmax(-1) for part in state_BQH.split(1)])
+            best = torch.cat([self.lm_head(part).argmax(-1) for part in state_BQH.unbind()])
             drafted = best + self.d2t[best]
             token = batch.input_ids_BT[rows, queries.predicted_BQK[..., k]]
             hit = (drafted == token) & (queries.weight_BQK[..., k] > 0)
@@ -530,7 +405,9 @@ class Eagle3(Speculator):
     @torch.no_grad()
     def propose(self, state: _State, num_draft_tokens: int, choose: Chooser) -> Proposal:
         """See `Proposer.propose`."""
-        hidden_BH, tokens, laws = state.hidden_BH, [], []
+        hidden_BH = state.hidden_BH
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
         for k in range(num_draft_tokens):
             if k > 0:
                 f_B1H = self.feed_back(hidden_BH)[:, None]
@@ -557,7 +434,7 @@ class Eagle3(Speculator):
         embedding = F.embedding(token_BS, self.embedding_VH)
         cos_sin = self._cos_sin(f_BSH, position_BS)
         x = f_BSH
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._layers):
             read, residual = layer.attention_input(embedding, x)
             keys, values = cache.update(*layer.self_attn.keys_values(read, *cos_sin), i)
             context, _ = grouped_attention(layer, layer.self_attn.queries(read, *cos_sin), keys, values, mask)
@@ -666,7 +543,7 @@ def aux_layer_ids(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, .
     ids = tuple(sorted(chosen)) if chosen else default_aux_layer_ids(num_layers)
     if len(set(ids)) != len(ids) or ids[0] < 0 or ids[-1] > num_layers:
         raise UserError(
-            f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{num_layers}, the target's layers"
+            f"speculator.aux_layer_ids {list(ids)}: ids must be distinct and lie in 0..{num_layers}, the target's depth"
         )
     return ids
 
@@ -689,7 +566,7 @@ def eagle3_config(options: Any, target: TargetModel, draft_vocab_size: int) -> E
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layer_ids=ids,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", 1e-6)),
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", getattr(text, "layer_norm_eps", 1e-6))),
         rope_parameters=_rope_parameters(text),
         max_position_embeddings=target.max_length,
         num_layers=options.num_layers,
@@ -722,7 +599,7 @@ def _rope_parameters(text: Any) -> dict[str, Any]:
 def _copy_last_layer(head: Eagle3, target: TargetModel) -> None:
     """Start the first draft layer from the target's last one where names and shapes agree (Llama-like targets)."""
     source = dict(target.layers[-1].named_parameters())
-    first = head.layers[0]
+    first = head._layers[0]
     hidden = head.config.hidden_size
     names = [f"self_attn.{n}_proj.weight" for n in "qkvo"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     own = dict(first.named_parameters())

@@ -15,6 +15,7 @@ for a whole batch; `head_loss_reference` says the same in five plain lines. A te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     """Gradients are computed in the forward pass, while the chunk's logits are still in cache."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_NH: Tensor,
         weight_DH: Tensor,
@@ -110,9 +111,12 @@ class _FusedHeadLoss(torch.autograd.Function):
         return (scale_N * loss_N).sum(), loss_N, alpha_N, hit_N
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, None, None
+
+
+_fused: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _FusedHeadLoss.apply
 
 
 def fused_head_loss(
@@ -139,7 +143,7 @@ def fused_head_loss(
         empty = hidden_NH.new_zeros(0, dtype=torch.float32)
         return HeadLoss((hidden_NH.sum() + weight_DH.sum()) * 0.0, empty, empty, empty.bool())
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return HeadLoss(*_FusedHeadLoss.apply(hidden_NH, weight_DH, target_probs_ND, scale_N, label_N, kind, eta))
+        return HeadLoss(*_fused(hidden_NH, weight_DH, target_probs_ND, scale_N, label_N, kind, eta))
 
 
 def restricted_target_probs(logits_ND: Tensor, lse_N: Tensor, dtype: torch.dtype) -> Tensor:

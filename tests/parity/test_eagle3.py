@@ -16,6 +16,7 @@ from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import Committed, Features
 from spec_train.speculators.eagle3 import Eagle3, default_aux_layer_ids, eagle3_config
 from spec_train.speculators.losses import fused_head_loss, head_loss_reference
+from spec_train.speculators.supervision import supervised_queries
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
 from tests.tiny import tiny_model
@@ -84,9 +85,7 @@ def test_training_pass_equals_step_by_step_decode(target: TargetModel, flags: di
     ids = torch.randint(3, 300, (14,)).tolist()
     batch = target.fill_features(packed_batch([(ids, 3)], 1), head.feature_spec, torch.float32)
     depths = 4
-    from spec_train.speculators.eagle3 import _queries
-
-    queries = _queries(batch, depths, everywhere=True)
+    queries = supervised_queries(batch, depths, everywhere=True)
     with torch.no_grad():
         trained = [head.lm_head(state)[0] for state in head.unroll(batch, queries, depths)]
     assert batch.aux_hidden_BTAH is not None
@@ -192,11 +191,9 @@ def test_fused_loss_equals_reference(kind: Any, rows: int) -> None:
 
 def test_supervised_positions_are_the_answer_at_every_depth(target: TargetModel) -> None:
     """ids 0..9, answer 5..7: every depth predicts exactly 5, 6, 7 (M12)."""
-    from spec_train.speculators.eagle3 import _queries
-
     batch = packed_batch([(list(range(10)), 5)], 1)
     batch.loss_weight_BT[0, 8:] = 0
-    queries = _queries(batch, 4, everywhere=False)
+    queries = supervised_queries(batch, 4)
     for k in range(4):
         predicted = queries.predicted_BQK[..., k][queries.weight_BQK[..., k] > 0]
         assert sorted(predicted.tolist()) == [5, 6, 7]

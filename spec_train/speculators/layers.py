@@ -1,0 +1,146 @@
+"""The building blocks of heads that draft with a decoder layer: norm, attention, the TTT mask, the layer itself.
+
+Shape legend: see `base.py`; further Q query positions, S new positions, h heads, g key/value heads, d head_dim,
+U width that the attention reads (2H in a first layer, H in further ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+
+class LayerShape(Protocol):
+    """What a layer needs to know of its head's configuration."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def norm_before_residual(self) -> bool: ...
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in the dtype of `x`."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated: Tensor = apply_rotary_pos_emb(x, x, cos.to(x.dtype), sin.to(x.dtype))[0]
+    return rotated
+
+
+class Attention(nn.Module):
+    """Projections of one layer; `input_size` is 2H in the first layer and H in further ones."""
+
+    def __init__(self, config: LayerShape, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(input_size, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+
+    def queries(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, h, S, d], rotated."""
+        return _rotated(self.q_proj(x_BSU).unflatten(-1, (self.heads, self.dim)).transpose(1, 2), cos, sin)
+
+    def keys_values(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, g, S, d] each, keys rotated."""
+        k = self.k_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
+        v = self.v_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
+        return _rotated(k, cos, sin), v
+
+
+def ttt_attention(
+    q_BhQd: Tensor, keys: Tensor, values: Tensor, mask_BQT: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attention over the depth-0 entries [B, g, T, d] under `mask_BQT` and over each query's own deeper entries.
+
+    `own` holds one ([B, g, Q, d], [B, g, Q, d]) pair per depth already drafted, diagonal by construction.
+    Returns [B, Q, h*d].
+    """
+    batch, heads, length, dim = q_BhQd.shape
+    kv_heads, total = keys.shape[1], keys.shape[2]
+    groups = heads // kv_heads
+    q = (q_BhQd * dim**-0.5).reshape(batch, kv_heads, groups * length, dim)
+    scores = (q @ keys.transpose(-1, -2)).view(batch, kv_heads, groups, length, total)
+    scores = scores.masked_fill(~mask_BQT[:, None, None], torch.finfo(scores.dtype).min)
+    q = q.view(batch, kv_heads, groups, length, dim)
+    if own:
+        diagonal = torch.stack([(q * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
+        scores = torch.cat([scores, diagonal.to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1)
+    context = weights[..., :total].reshape(batch, kv_heads, groups * length, total) @ values
+    context = context.view(batch, kv_heads, groups, length, dim)
+    for i, (_, v) in enumerate(own):
+        context = context + weights[..., total + i, None] * v[:, :, None]
+    out: Tensor = context.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch, length, heads * dim)
+    return out
+
+
+class MLP(nn.Module):
+    """SwiGLU, named as in Llama."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """A Llama layer; the first one reads [normed embedding; normed hidden] in its attention."""
+
+    def __init__(self, config: LayerShape, first: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.first = first
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)
+        if first:
+            self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, 2 * size if first else size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(size, config.intermediate_size)
+
+    def attention_input(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the attention reads, the residual it is added to)."""
+        if not self.first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embedding.to(normed.dtype)), normed], dim=-1)
+        return both, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, context: Tensor) -> Tensor:
+        """Output projection, residual, MLP."""
+        x: Tensor = residual + self.self_attn.o_proj(context)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
