@@ -377,7 +377,7 @@ class Eagle3(Speculator):
         rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
         hit_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, dtype=torch.bool, device=rows.device)
         for k, state_BQH in enumerate(self.unroll(batch, queries, num_draft_tokens)):
-            best = torch.cat([self.lm_head(part).argmax(-1) for part in state_BQH.unbind()])
+            best = torch.stack([self.lm_head(part).argmax(-1) for part in state_BQH.unbind()])
             drafted = best + self.d2t[best]
             token = batch.input_ids_BT[rows, queries.predicted_BQK[..., k]]
             hit = (drafted == token) & (queries.weight_BQK[..., k] > 0)

@@ -141,7 +141,7 @@ def train_on_own_text(target: TargetModel, head: Eagle3, steps: int, prompts: li
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * (1 - step / steps)
         optimizer.zero_grad()
-        loss = head(batch, normalizer).loss
+        loss = head.loss(batch, normalizer).loss
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return float(loss.detach())
@@ -214,7 +214,7 @@ def test_tokens_outside_the_draft_vocabulary_are_misses(target: TargetModel) -> 
     assert (counts.steps, counts.accepted) == (len(cycles), sum(c.kept for c in cycles))
     drafted = {token for c in cycles for token in c.drafts}
     assert drafted <= set(ids.tolist())
-    out = head(batch, head.supervised_counts(batch))
+    out = head.loss(batch, head.supervised_counts(batch))
     assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
     mass = (target.logits(batch.last_hidden_BTH)[..., ids].float() - batch.target_lse_BT[..., None]).exp().sum(-1)
     assert float(out.sums["alpha"][0] / out.counts["alpha"][0]) <= float(mass[batch.target_lse_BT != 0].mean()) + 1e-6
@@ -227,7 +227,7 @@ def test_gradient_checkpointing_changes_nothing(target: TargetModel) -> None:
         batch = target.fill_features(
             packed_batch([(list(range(5, 25)), 6), (list(range(40, 52)), 4)], 2), head.feature_spec, torch.float32
         )
-        head(batch, head.supervised_counts(batch)).loss.backward()
+        head.loss(batch, head.supervised_counts(batch)).loss.backward()
         grads.append([p.grad.clone() for p in head.parameters() if p.grad is not None])
     for plain, checkpointed in zip(*grads, strict=True):
         assert torch.allclose(plain, checkpointed, atol=1e-6)
@@ -242,7 +242,7 @@ def test_packed_documents_do_not_see_each_other(target: TargetModel) -> None:
     for per_row in (1, 2):
         head.zero_grad()
         batch = target.fill_features(packed_batch([a, b], per_row), head.feature_spec, torch.float32)
-        loss = head(batch, normalizer).loss
+        loss = head.loss(batch, normalizer).loss
         loss.backward()
         results.append((loss.detach(), head.fc.weight.grad.clone()))  # type: ignore[union-attr]
     assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
