@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperCommand
 
-from spec_train.errors import UserError
+from spec_train.errors import RunFailure, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -321,6 +321,9 @@ def main() -> None:
     except UserError as error:
         _complain(f"error: {error}")
         sys.exit(2)
+    except RunFailure as error:
+        _complain(f"error: {error}")
+        sys.exit(1)
     except _ClickException as error:
         # Typer's own wording of a wrong command line, on one line.
         _complain(f"error: {cast('Any', error).format_message()} See spec-train --help")

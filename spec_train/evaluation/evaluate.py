@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from spec_train.data.batches import build_batch
+from spec_train.data.chat import render_prompt
 from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.evaluation.metrics import compare_lossless, speed_summary, summarise, tokens_per_step
+from spec_train.evaluation.report import result_name, write_results
+from spec_train.evaluation.suites import load_suite
 from spec_train.manifest import package_versions
 from spec_train.progress import progress
 from spec_train.speculators.base import Proposer, ResponseHits, Speculator
+from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
 
@@ -146,6 +152,76 @@ def estimator(
         }
 
     return estimate
+
+
+def evaluate_suite(
+    target: TargetModel,
+    speculator: Speculator | None,
+    suite: Suite,
+    settings: EvalSettings,
+    num_draft_tokens: list[int],
+    *,
+    baselines: list[str],
+    ngram: tuple[int, int],
+    speculator_name: str,
+    target_name: str,
+    directory: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Every method at every K on one suite. Results are written as they come, and read back after an interruption."""
+    proposers: list[tuple[str, str, Proposer]] = []
+    if "ngram" in baselines:
+        proposers.append(("ngram", f"prompt lookup n={ngram[0]}..{ngram[1]}", NgramProposer(*ngram)))
+    if speculator is not None:
+        proposers.append((speculator.method, speculator_name, speculator))
+    results, reference, estimate = [], None, None
+    for method, name, proposer in proposers:
+        for k in num_draft_tokens:
+            key = {
+                "suite": suite.name,
+                "method": method,
+                "num_draft_tokens": k,
+                "temperature": settings.sampling.temperature,
+                "draft_sample_method": settings.sampling.draft_sample_method,
+            }
+            done = directory / result_name(key) if directory else None
+            if done is not None and done.is_file():
+                results.append(json.loads(done.read_text(encoding="utf-8")))
+                continue
+            if reference is None:
+                reference = decode_reference(target, suite, settings)
+            if isinstance(proposer, Speculator) and settings.sampling.greedy and estimate is None:
+                estimate = estimator(target, proposer, reference.trace, max(num_draft_tokens))
+            result, _ = evaluate(
+                target,
+                proposer,
+                suite,
+                reference,
+                settings,
+                k,
+                method=method,
+                speculator_name=name,
+                target_name=target_name,
+                estimate=estimate if isinstance(proposer, Speculator) else None,
+            )
+            results.append(result)
+            if directory is not None:
+                write_results(directory, [result])
+    return results
+
+
+def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any]) -> Suite:
+    """A bundled suite or a user's file, rendered with the tokenizer's template."""
+    ids, categories, prompts = [], [], []
+    for conversation in load_suite(name):
+        asked = list(conversation.messages)
+        while asked and asked[-1]["role"] == "assistant":
+            asked.pop()
+        rendered = render_prompt(tokenizer, asked, tools=conversation.tools, **prompt_kwargs)
+        if isinstance(rendered, list):
+            ids.append(conversation.id)
+            categories.append(conversation.category)
+            prompts.append(rendered)
+    return Suite(Path(name).stem, ids, categories, prompts)
 
 
 def _rows_of(documents: Sequence[Document]) -> list[list[list[int]]]:

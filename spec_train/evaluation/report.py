@@ -15,8 +15,9 @@ HEADER = (
     "speculator",
     "K",
     "T",
-    "tokens/pass τ (95%)",
-    "acceptance by position",
+    "tokens/pass",
+    "τ of drafted rounds (95%)",
+    "accepted by position",
     "estimate",
     "lossless",
     "tokens/s",
@@ -25,9 +26,15 @@ HEADER = (
 ABSENT = "-"
 
 
+CAPTION = (
+    "tokens/pass: tokens per target pass after the prefill. τ: 1 + accepted drafts / rounds that drafted something, as "
+    "vLLM counts it; prompt lookup drafts in few rounds, so compare it by tokens/pass."
+)
+
+
 def result_table(results: Sequence[dict[str, Any]], title: str | None = None) -> Table:
     """A rich table, one row per result (see `summarise` for the fields)."""
-    table = Table(title=title)
+    table = Table(title=title, caption=CAPTION)
     for column in HEADER:
         table.add_column(column, justify="left" if column in ("suite", "speculator") else "right")
     for row in _rows(results):
@@ -85,7 +92,8 @@ def _row(result: dict[str, Any]) -> tuple[str, ...]:
         result["method"],
         ABSENT if plain else str(result["num_draft_tokens"]),
         f"{result['temperature']:g}",
-        "1.00" if plain else f"{result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})",
+        "1.00" if plain else f"{result['tokens_per_step']:.2f}",
+        ABSENT if plain else f"{result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})",
         ABSENT if plain else " ".join(f"{rate:.2f}" for rate in result["acceptance_rate_per_position"]),
         f"{estimate['renewal']:.2f}" if estimate else ABSENT,
         f"{lossless['identical']}/{lossless['checked']}" if lossless else ABSENT,
@@ -98,4 +106,4 @@ def _plain_row(result: dict[str, Any]) -> tuple[str, ...]:
     """The target on its own, as timed beside `result`."""
     rate = f"{result['speed']['baseline_tokens_per_second']:.1f}"
     where = (Path(result["suite"]).stem, "plain", ABSENT, f"{result['temperature']:g}")
-    return (*where, "1.00", ABSENT, ABSENT, ABSENT, rate, "1.00x")
+    return (*where, "1.00", ABSENT, ABSENT, ABSENT, ABSENT, rate, "1.00x")

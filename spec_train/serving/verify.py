@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,8 +70,8 @@ class VerifyReport:
         return {"ok": self.ok, "problems": self.problems, **asdict(self)}
 
 
-def verify_export(
-    export_dir: Path,
+def verify_exports(
+    export_dirs: Sequence[Path],
     target_dir: Path,
     *,
     prompts: list[list[int]],
@@ -83,17 +83,16 @@ def verify_export(
     device: str = "cpu",
     baseline: VllmRun | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> VerifyReport:
-    """Check an export in a fresh process, then in real vLLM.
+) -> list[VerifyReport]:
+    """Check exports of one head in fresh processes, then in real vLLM (all engines one after the other in one process).
 
     `prompts`: token ids, at least 2 in each. `expected_trace`: what our decoder did with the same prompts, greedy and
     in float32, with the same `max_new_tokens` and `num_draft_tokens`. `dtype`, `device`: of the target that the golden
     sample was made with (vLLM always runs in float32, where greedy text is comparable). `baseline`: an earlier
     `baseline_run` of the same prompts. `vllm`: "require" makes a missing vLLM an error.
-    Raises UserError for bad input, RuntimeError where a process fails. What did not hold is in the report.
+    Raises UserError for bad input, RuntimeError where a process fails. What did not hold is in the reports.
     """
-    export_dir, target_dir = export_dir.absolute(), target_dir.absolute()
-    description = read_export(export_dir)
+    target_dir = target_dir.absolute()
     version = contract.installed_vllm()
     if vllm == "require" and version is None:
         raise UserError(
@@ -102,37 +101,52 @@ def verify_export(
     runs_vllm = vllm != "off" and version is not None
     if runs_vllm:
         check_input(target_dir, prompts, max_new_tokens, num_draft_tokens)
-        _check_head_dim("speculator", draft_config(export_dir))
         if expected_trace is not None and [request.prompt_ids for request in expected_trace.requests] != prompts:
             raise UserError("the trace to compare with is of other prompts than those given to verify")
-    report = VerifyReport(
-        export_dir=str(export_dir),
-        target_dir=str(target_dir),
-        method=description["method"],
-        format=description["format"],
-        num_draft_tokens=num_draft_tokens,
-        reload=check_reload(export_dir, target_dir, dtype, device, timeout_s),
-        contract_problems=check_files(export_dir, target_dir, description["method"]),
-    )
-    if not runs_vllm:
-        report.vllm_status = "not checked: " + ("switched off" if vllm == "off" else "vLLM is not installed")
-    elif not report.ok:
-        report.vllm_status = "not checked: the export is faulty already"
-    else:
-        assert version is not None
-        with served_folder(export_dir, target_dir) as folder:
-            speculation = engine_arguments(folder, description, num_draft_tokens)
+    reports, speculations = [], []
+    with ExitStack() as folders:
+        for export_dir in (directory.absolute() for directory in export_dirs):
+            description = read_export(export_dir)
+            if runs_vllm:
+                _check_head_dim("speculator", draft_config(export_dir))
+            report = VerifyReport(
+                export_dir=str(export_dir),
+                target_dir=str(target_dir),
+                method=description["method"],
+                format=description["format"],
+                num_draft_tokens=num_draft_tokens,
+                reload=check_reload(export_dir, target_dir, dtype, device, timeout_s),
+                contract_problems=check_files(export_dir, target_dir, description["method"]),
+            )
+            reports.append(report)
+            if not runs_vllm:
+                report.vllm_status = "not checked: " + ("switched off" if vllm == "off" else "vLLM is not installed")
+            elif not report.ok:
+                report.vllm_status = "not checked: the export is faulty already"
+            else:
+                folder = folders.enter_context(served_folder(export_dir, target_dir))
+                speculations.append((report, engine_arguments(folder, description, num_draft_tokens)))
+        if speculations:
+            assert version is not None
+            engines = [engine for _, engine in speculations]
             runs = run_vllm(
                 str(target_dir),
-                [speculation] if baseline else [{}, speculation],
+                engines if baseline else [{}, *engines],
                 prompts,
                 max_new_tokens=max_new_tokens,
                 max_draft_tokens=num_draft_tokens,
                 stop_token_ids=stop_token_ids(target_dir),
                 timeout_s=timeout_s,
             )
-        report.vllm = compare(baseline or runs[0], runs[-1], expected_trace, num_draft_tokens, version)
-    return report
+            base = baseline or runs.pop(0)
+            for (report, _), run in zip(speculations, runs, strict=True):
+                report.vllm = compare(base, run, expected_trace, num_draft_tokens, version)
+    return reports
+
+
+def verify_export(export_dir: Path, target_dir: Path, **settings: Any) -> VerifyReport:
+    """`verify_exports` of a single export."""
+    return verify_exports([export_dir], target_dir, **settings)[0]
 
 
 def baseline_run(
@@ -280,3 +294,12 @@ def render_report(report: VerifyReport) -> Table:
 def _read_json(path: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(path.read_text())
     return value
+
+
+def local_folder(name: str) -> Path:
+    """The folder of a target; a hub id is resolved in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, local_files_only=True))

@@ -120,6 +120,7 @@ class Speculator(nn.Module, Proposer):
     trained, saved or sharded.
     """
 
+    method: str  # vLLM's name of the method
     config: Any
     num_depths: int  # depths trained at once (TTT steps, heads)
 

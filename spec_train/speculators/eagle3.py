@@ -46,7 +46,7 @@ from spec_train.speculators.base import (
     Speculator,
 )
 from spec_train.speculators.layers import DraftLayer, RMSNorm, ttt_attention
-from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs
+from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs, sum_plogp
 from spec_train.speculators.supervision import Queries, response_hits, supervised_queries
 from spec_train.target import SlotCache, TargetModel, grouped_attention
 
@@ -119,6 +119,8 @@ class _State:
 class Eagle3(Speculator):
     """The head. Trained: fc, layers, norm, lm_head. Borrowed from the target: embedding and rows of its output head."""
 
+    method = "eagle3"
+
     def __init__(self, config: Eagle3Config, draft_ids_D: Tensor) -> None:
         super().__init__()
         self.config = config
@@ -157,6 +159,17 @@ class Eagle3(Speculator):
 
     # ------------------------------------------------------------------ construction
     @classmethod
+    def required_features(cls, options: Any, target: TargetModel) -> FeatureSpec:
+        """The states that a head with these recipe options reads."""
+        return FeatureSpec(aux_layer_ids(options.aux_layer_ids, target.num_layers), last_hidden=True)
+
+    @classmethod
+    def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Eagle3:
+        """A fresh head from the recipe's `speculator` section. `draft_ids_D`: ascending target ids it may propose."""
+        config = eagle3_config(options, target, len(draft_ids_D))
+        return cls.from_target(config, target, draft_ids_D, options.init, seed)
+
+    @classmethod
     def from_target(
         cls, config: Eagle3Config, target: TargetModel, draft_ids_D: Tensor, init: str, seed: int
     ) -> Eagle3:
@@ -179,8 +192,7 @@ class Eagle3(Speculator):
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Eagle3:
         """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
-        fields = {key: value for key, value in saved.items() if key != "type"}
-        config = Eagle3Config(**{**fields, "aux_layer_ids": tuple(fields["aux_layer_ids"])})
+        config = Eagle3Config(**{**saved, "aux_layer_ids": tuple(saved["aux_layer_ids"])})
         tensors = load_file(checkpoint / "model.safetensors")
         if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
             raise UserError(
@@ -323,6 +335,7 @@ class Eagle3(Speculator):
         )
         depth_weight = torch.where(normalizer > 0, depth_weight, torch.zeros_like(depth_weight)).float()
         target_probs_MD, probs_index_BT = self._target_probs(batch, queries)
+        plogp_M = sum_plogp(target_probs_MD)
         total: Tensor = torch.zeros((), device=batch.input_ids_BT.device)
         sums: dict[str, list[Tensor]] = {"depth_loss": [], "alpha": [], "hit": []}
         counts = []
@@ -332,10 +345,12 @@ class Eagle3(Speculator):
             predicted = queries.predicted_BQK[..., k]
             label_N = self.draft_index_V[batch.input_ids_BT[rows, predicted][chosen]]
             weight_N = weight_BQ[chosen]
+            source_N = probs_index_BT[rows, predicted - 1][chosen]
             out = fused_head_loss(
                 state_BQH[chosen],
                 self.lm_head.weight,
-                target_probs_MD[probs_index_BT[rows, predicted - 1][chosen]],
+                target_probs_MD[source_N],
+                plogp_M[source_N],
                 weight_N * depth_weight[k],
                 label_N,
                 config.loss,

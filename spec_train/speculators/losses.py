@@ -70,6 +70,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_DH: Tensor,
         target_probs_ND: Tensor,
+        plogp_N: Tensor,
         scale_N: Tensor,
         label_N: Tensor,
         kind: LossKind,
@@ -87,7 +88,7 @@ class _FusedHeadLoss(torch.autograd.Function):
             peak = log_q.amax(-1)
             hits.append((log_q.gather(1, label.clamp(min=0)[:, None])[:, 0] >= peak) & (label >= 0))
             log_q -= torch.logsumexp(log_q, -1, keepdim=True)
-            kl = (torch.special.xlogy(p, p) - p * log_q).sum(-1)
+            kl = plogp_N[rows] - (p * log_q).sum(-1)
             q = log_q.exp_()
             alpha = torch.minimum(p, q).sum(-1)
             grad = p.sum(-1, keepdim=True) * q - p  # d kl / d logits
@@ -113,7 +114,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, None, None
+        return (grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, *[None] * 6)
 
 
 _fused: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _FusedHeadLoss.apply
@@ -123,6 +124,7 @@ def fused_head_loss(
     hidden_NH: Tensor,
     weight_DH: Tensor,
     target_probs_ND: Tensor,
+    plogp_N: Tensor,
     scale_N: Tensor,
     label_N: Tensor,
     kind: LossKind = "kl",
@@ -134,6 +136,7 @@ def fused_head_loss(
         hidden_NH: normed draft states, in the compute dtype.
         weight_DH: the draft's output head.
         target_probs_ND: the target's full-vocabulary probabilities at the D draft tokens; rows sum to at most 1.
+        plogp_N: float32, sum of p log p of each row, see `sum_plogp`; depths share it.
         scale_N: float32 weight of each position in the total.
         label_N: draft-vocabulary index of the token that follows, -1 where it is outside.
 
@@ -143,9 +146,15 @@ def fused_head_loss(
         empty = hidden_NH.new_zeros(0, dtype=torch.float32)
         return HeadLoss((hidden_NH.sum() + weight_DH.sum()) * 0.0, empty, empty, empty.bool())
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return HeadLoss(*_fused(hidden_NH, weight_DH, target_probs_ND, scale_N, label_N, kind, eta))
+        return HeadLoss(*_fused(hidden_NH, weight_DH, target_probs_ND, plogp_N, scale_N, label_N, kind, eta))
 
 
 def restricted_target_probs(logits_ND: Tensor, lse_N: Tensor, dtype: torch.dtype) -> Tensor:
     """Full-vocabulary probabilities at the draft tokens: exp(logits - logsumexp over the whole vocabulary)."""
     return (logits_ND.float() - lse_N[:, None]).exp_().to(dtype)
+
+
+def sum_plogp(target_probs_ND: Tensor) -> Tensor:
+    """float32 [N]: the negative entropy part of KL, sum of p log p, a chunk of rows at a time."""
+    parts = [torch.special.xlogy(p.float(), p.float()).sum(-1) for p in torch.split(target_probs_ND, CHUNK)]
+    return torch.cat(parts) if parts else target_probs_ND.new_zeros(0, dtype=torch.float32)

@@ -199,3 +199,14 @@ def _zero_stage(accelerator: Accelerator) -> int:
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return 0
     return int(accelerator.state.deepspeed_plugin.zero_stage)
+
+
+def broadcast_flag(flag: bool, device: Literal["auto", "cpu", "cuda"]) -> bool:
+    """`flag` of the main process, on every process. Called by all of them."""
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    PartialState(cpu=on_cpu and not deepspeed)
+    return bool(broadcast_object_list([flag])[0])

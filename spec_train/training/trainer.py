@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spec_train.batch import Batch
 from spec_train.data.batches import Rows, build_batch, plan_epoch
-from spec_train.errors import UserError
+from spec_train.errors import RunFailure, UserError
 from spec_train.manifest import atomic_write_json
 from spec_train.speculators.base import Speculator
 from spec_train.training import checkpoint as ckpt
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Provider = Callable[[Batch], Batch]  # adds hidden states to a batch that is on the device
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunFailure):
     """Loss or gradients became NaN or infinite. Names the step and the documents; earlier checkpoints stand."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import Committed, Features
 from spec_train.speculators.eagle3 import Eagle3, default_aux_layer_ids, eagle3_config
-from spec_train.speculators.losses import fused_head_loss, head_loss_reference
+from spec_train.speculators.losses import fused_head_loss, head_loss_reference, sum_plogp
 from spec_train.speculators.supervision import supervised_queries
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
@@ -177,15 +178,16 @@ def test_fused_loss_equals_reference(kind: Any, rows: int) -> None:
     probs = torch.randn(rows, 40).softmax(-1)[:, :24]  # 16 target tokens are outside the draft vocabulary
     scale, label = torch.rand(rows), torch.randint(-1, 24, (rows,))
     outs = []
-    for function in (fused_head_loss, head_loss_reference):
+    fused = functools.partial(fused_head_loss, hidden, weight, probs, sum_plogp(probs))
+    for function in (fused, functools.partial(head_loss_reference, hidden, weight, probs)):
         hidden.grad = weight.grad = None
-        out = function(hidden, weight, probs, scale, label, kind, 3.0)
+        out = function(scale, label, kind, 3.0)
         out.total.backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None and weight.grad is not None
         outs.append((out.total.detach(), out.loss_N, out.alpha_N, hidden.grad.clone(), weight.grad.clone()))
         hits = out.hit_N
-    for fused, plain in zip(*outs, strict=True):
-        assert torch.allclose(fused, plain, atol=1e-5, rtol=1e-4)
+    for ours, plain in zip(*outs, strict=True):
+        assert torch.allclose(ours, plain, atol=1e-5, rtol=1e-4)
     assert not hits[label < 0].any()
 
 

@@ -1,0 +1,65 @@
+"""What every stage shares: when it is skipped, refused, continued or made, and what earlier stages left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spec_train.data.documents import Document, read_documents
+from spec_train.manifest import Stage, run_lock
+from spec_train.run import Run
+
+Work = Callable[[Stage], tuple[dict[str, Any], dict[str, Any]]]
+"""Does a stage's work in its directory; returns (outputs, counts) for the manifest."""
+
+
+def make_stage(run: Run, name: str, inputs: dict[str, Any], force: bool, work: Work) -> None:
+    """Skip, refuse, continue or make one stage. Under a launcher only the main process keeps the books, and the
+    others wait until it has decided."""
+    stage = run.stage(name, inputs)
+    if not run.is_main:
+        if _agree(run, False):
+            work(stage)
+        return
+    console = Console(stderr=True)
+    run.save_recipe()
+    with run_lock(run.directory):
+        if force:
+            stage.discard()
+        needed = not stage.is_current()
+        if needed:
+            stage.begin()
+        _agree(run, needed)
+        if not needed:
+            console.print(f"{name}: current", style="dim", markup=False)
+            return
+        console.print(f"{name}: working in {stage.directory}", style="bold", markup=False)
+        outputs, counts = work(stage)
+        stage.finish(outputs, counts)
+        said = ", ".join(f"{key} {value:,}" for key, value in counts.items() if isinstance(value, int))
+        console.print(f"{name}: done{f' ({said})' if said else ''}", markup=False)
+        for reason, count in counts.get("dropped", {}).items():
+            console.print(f"  dropped {count}: {reason}", markup=False)
+
+
+def _agree(run: Run, needed: bool) -> bool:
+    """The main process's decision, on every process of a launch."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return needed
+    from spec_train.training.parallel import broadcast_flag
+
+    return broadcast_flag(needed, run.recipe.run.device)
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether the stage in `directory` has its manifest."""
+    return (directory / "manifest.json").is_file()
+
+
+def documents_of(run: Run, split: str) -> list[Document]:
+    """The documents of the responses stage; `split` is train or held_out."""
+    return read_documents(run.directory / "responses" / f"{split}.jsonl")

@@ -1,0 +1,115 @@
+"""Hidden states on disk, where the recipe asks for them: captured while answering, the rest computed here."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from spec_train.data.documents import Document
+from spec_train.errors import UserError
+from spec_train.manifest import Stage
+from spec_train.run import Run
+from spec_train.speculators import speculator_class
+from spec_train.stages.common import documents_of, make_stage
+
+if TYPE_CHECKING:
+    from spec_train.batch import FeatureSpec
+    from spec_train.data.features import FeatureReader, StoreHeader
+    from spec_train.target import TargetModel
+
+
+def feature_spec(run: Run, target: TargetModel) -> FeatureSpec:
+    """The hidden states that the recipe's speculator reads."""
+    section = run.recipe.speculator
+    return speculator_class(section.type).required_features(section, target)
+
+
+def store_header(run: Run, target: TargetModel, computed_in: str) -> StoreHeader:
+    """What a store of this run must say of itself; `computed_in` is the dtype that the target ran in."""
+    from spec_train.data.features import StoreHeader
+
+    return StoreHeader(
+        target=f"{run.target_identity['name']} {run.target_identity['weights']}",
+        computed_in=computed_in,
+        aux_layer_ids=feature_spec(run, target).aux_layer_ids,
+        hidden_size=target.hidden_size,
+        dtype=run.recipe.features.dtype,
+    )
+
+
+def features(run: Run, force: bool) -> None:
+    """Make the stage where needed."""
+    recipe = run.recipe
+    inputs = {
+        "responses": run.made_from("responses"),
+        "mode": recipe.features.mode,
+        "dtype": recipe.features.dtype,
+        "aux_layer_ids": recipe.speculator.aux_layer_ids,
+    }
+
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+        if recipe.features.mode == "online":
+            return {"mode": "online: computed while training"}, {}
+        from spec_train.data.features import check_disk
+
+        documents = [*documents_of(run, "train"), *documents_of(run, "held_out")]
+        reader = feature_reader(run, recipe.responses.dtype or recipe.target.dtype)
+        missing = reader.missing(documents)
+        if missing:
+            own = reader.stores[-1]
+            target = run.target()
+            check_disk(own.directory, own.header, sum(len(document.input_ids) for document in missing))
+            _compute_features(run, target, missing, own)
+        return (
+            {"stores": [str(store.directory) for store in reader.stores], "bytes": sum(s.size for s in reader.stores)},
+            {"captured": len(documents) - len(missing), "computed": len(missing)},
+        )
+
+    make_stage(run, "features", inputs, force, work)
+
+
+def feature_reader(run: Run, captured_in: str) -> FeatureReader:
+    """What was captured while answering (where it fits what the run needs), then what this stage computed."""
+    from spec_train.data.features import FeatureReader, FeatureStore
+
+    target = run.target(captured_in) if run._target is None else run._target[1]
+    stores = []
+    for split in ("train", "held_out"):
+        directory = run.directory / "responses" / f"captured-{split}"
+        if (directory / "index.json").is_file():
+            try:
+                stores.append(FeatureStore(directory, store_header(run, target, captured_in)))
+            except UserError:
+                continue  # captured for other layers or in another dtype: computed anew below
+    stores.append(FeatureStore(run.directory / "features", store_header(run, target, run.recipe.target.dtype)))
+    return FeatureReader(stores)
+
+
+def _compute_features(run: Run, target: TargetModel, documents: list[Document], store: Any) -> None:
+    """One pass of the target over the text, a shard per few micro-batches."""
+    from spec_train.data.batches import build_batch
+    from spec_train.data.features import DocumentFeatures
+    from spec_train.progress import progress
+
+    ordered = sorted(documents, key=lambda document: (len(document.input_ids), document.id))
+    limit = run.recipe.train.micro_batch_tokens
+    spec = feature_spec(run, target)
+    with progress("hidden states", sum(len(document.input_ids) for document in ordered)) as advance:
+        start = 0
+        while start < len(ordered):
+            end = start + 1
+            while end < len(ordered) and (end + 1 - start) * len(ordered[end].input_ids) <= limit:
+                end += 1
+            chunk = ordered[start:end]
+            batch = build_batch(chunk, [[i] for i in range(len(chunk))]).to(target.device)
+            filled = target.fill_features(batch, spec, run.torch_dtype)
+            assert filled.aux_hidden_BTAH is not None
+            assert filled.last_hidden_BTH is not None and filled.target_lse_BT is not None
+            rows = []
+            for i, document in enumerate(chunk):
+                n = len(document.input_ids) - 1
+                parts = (filled.aux_hidden_BTAH, filled.last_hidden_BTH, filled.target_lse_BT)
+                rows.append((document, DocumentFeatures(*(part[i, :n].cpu() for part in parts))))
+            store.add(f"computed-{hashlib.sha256(chunk[0].id.encode()).hexdigest()[:16]}", rows)
+            advance(sum(len(document.input_ids) for document in chunk))
+            start = end

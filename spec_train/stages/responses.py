@@ -1,0 +1,120 @@
+"""The target's answers as token ids, or the data's own answers with their mask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from spec_train.data.documents import Document, write_documents
+from spec_train.data.prompts import Conversation, check_drops, read_conversations
+from spec_train.errors import UserError
+from spec_train.manifest import Stage
+from spec_train.run import Run
+from spec_train.stages.common import make_stage
+from spec_train.stages.features import feature_spec, store_header
+
+
+def responses(run: Run, force: bool) -> None:
+    """Make the stage where needed."""
+    recipe = run.recipe
+    inputs = {
+        "prompts": run.made_from("prompts"),
+        "target": run.target_identity,
+        "responses": recipe.responses.model_dump(mode="json", exclude={"batch_size"}),
+        "target_dtype": recipe.responses.dtype or recipe.target.dtype,
+        "max_length": recipe.data.max_length,
+        "last_turn_only": recipe.data.last_turn_only,
+        "seed": recipe.run.seed,
+    }
+
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+        make = _generate if recipe.responses.mode == "regenerate" else render_kept
+        counts: dict[str, Any] = {}
+        dropped: Counter[str] = Counter()
+        for split in ("train", "held_out"):
+            conversations = read_conversations(run.directory / "prompts" / f"{split}.jsonl")
+            documents, lost = make(run, conversations, stage.directory / f"parts-{split}")
+            write_documents(stage.directory / f"{split}.jsonl", documents)
+            dropped += lost
+            counts[split] = len(documents)
+            counts[f"{split}_response_tokens"] = sum(document.num_response_tokens for document in documents)
+        check_drops(counts["train"], dropped, recipe.data.max_drop_rate, "responses")
+        if counts["train_response_tokens"] == 0:
+            raise UserError(
+                "responses: no supervised token is left to train on; look at data.max_length and the template"
+            )
+        return {}, {**counts, "dropped": dict(dropped)}
+
+    make_stage(run, "responses", inputs, force, work)
+
+
+def _generate(run: Run, conversations: list[Conversation], parts: Path) -> tuple[list[Document], Counter[str]]:
+    from spec_train.data.features import FeatureStore, check_disk
+    from spec_train.data.responses import AnswerSettings, Capture, generate_responses
+    from spec_train.decoding.sampling import Sampling
+    from spec_train.progress import progress
+
+    recipe = run.recipe
+    section = recipe.responses
+    target = run.target(section.dtype)
+    capture = None
+    if recipe.features.mode == "offline" and recipe.features.capture:
+        header = store_header(run, target, section.dtype or recipe.target.dtype)
+        directory = parts.with_name(parts.name.replace("parts", "captured"))
+        check_disk(directory, header, len(conversations) * recipe.data.max_length)
+        capture = Capture(FeatureStore(directory, header), feature_spec(run, target), run.torch_dtype)
+    sampling = Sampling(section.temperature, section.top_k, section.top_p, seed=recipe.run.seed)
+    settings = AnswerSettings(
+        sampling, section.max_new_tokens, recipe.data.max_length, section.batch_size, run.prompt_kwargs
+    )
+    with progress(
+        f"answers ({parts.name.removeprefix('parts-')})", len(conversations) * section.max_new_tokens
+    ) as advance:
+        return generate_responses(
+            target,
+            run.tokenizer,
+            conversations,
+            settings,
+            parts,
+            capture=capture,
+            on_progress=lambda _answers, tokens: advance(tokens),
+        )
+
+
+def render_kept(
+    run: Run, conversations: Iterable[Conversation], _parts: Path | None = None
+) -> tuple[list[Document], Counter[str]]:
+    """The data's own answers: one render each, supervised by character offsets."""
+    from spec_train.data.chat import render
+
+    recipe = run.recipe
+    documents, dropped = [], Counter[str]()
+    for conversation in conversations:
+        row = render(
+            run.tokenizer,
+            conversation,
+            max_length=recipe.data.max_length,
+            last_turn_only=recipe.data.last_turn_only,
+            **run.prompt_kwargs,
+        )
+        if isinstance(row, Document):
+            documents.append(row)
+        else:
+            dropped[str(row)] += 1
+    return documents, dropped
+
+
+def render_prompts(run: Run, conversations: Iterable[Conversation]) -> tuple[list[Document], Counter[str]]:
+    """Prompts as the target gets them; nothing is supervised yet."""
+    from spec_train.data.chat import render_prompt
+
+    documents, dropped = [], Counter[str]()
+    for c in conversations:
+        ids = render_prompt(run.tokenizer, c.messages, tools=c.tools, **run.prompt_kwargs)
+        if isinstance(ids, list):
+            documents.append(Document(c.id, ids, [], c.category, c.source))
+        else:
+            dropped[str(ids)] += 1
+    return documents, dropped

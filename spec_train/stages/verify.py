@@ -1,0 +1,60 @@
+"""Reload the exports in a fresh process, then run them in real vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from spec_train.errors import RunFailure
+from spec_train.manifest import Stage, atomic_write_json
+from spec_train.run import Run
+from spec_train.serving.contract import installed_vllm
+from spec_train.speculators import load_speculator
+from spec_train.stages.common import documents_of, make_stage
+from spec_train.stages.evaluate import best_checkpoint
+
+
+def verify(run: Run, force: bool) -> None:
+    """Make the stage where needed. Raises RunFailure where the export does not serve as it was trained."""
+    recipe = run.recipe
+    inputs = {
+        "export": run.made_from("export"),
+        "responses": run.made_from("responses"),
+        "settings": recipe.export.model_dump(mode="json"),
+        "max_new_tokens": recipe.responses.max_new_tokens,
+        "vllm_version": installed_vllm() if recipe.export.vllm != "off" else None,
+    }
+
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+        from spec_train.decoding.engine import speculative_decode
+        from spec_train.decoding.sampling import Sampling
+        from spec_train.serving.verify import local_folder, render_report, verify_exports
+
+        section = recipe.export
+        prompts = [d.input_ids[: d.spans[0][0]] for d in (documents_of(run, "held_out") or documents_of(run, "train"))]
+        prompts = prompts[: section.verify_prompts]
+        target = run.target("float32")
+        head = load_speculator(best_checkpoint(run), target).float()
+        k, limit = section.verify_num_draft_tokens, recipe.responses.max_new_tokens
+        trace = speculative_decode(
+            target, head, prompts, num_draft_tokens=k, sampling=Sampling(), max_new_tokens=limit, batch_size=16
+        )
+        reports = verify_exports(
+            [run.directory / "export" / form for form in section.formats],
+            local_folder(run.target_path),
+            prompts=prompts,
+            max_new_tokens=limit,
+            num_draft_tokens=k,
+            expected_trace=trace,
+            vllm=section.vllm,
+        )
+        for report in reports:
+            Console().print(render_report(report))
+        atomic_write_json(stage.directory / "report.json", [report.to_json() for report in reports])
+        problems = [problem for report in reports for problem in report.problems]
+        if problems:
+            raise RunFailure(f"verify: {problems[0]} ({len(problems)} problems, see {stage.directory / 'report.json'})")
+        return {"reports": [report.vllm_status for report in reports]}, {"prompts": len(prompts)}
+
+    make_stage(run, "verify", inputs, force, work)
