@@ -179,7 +179,7 @@ def evaluate_checkpoint(
     results = []
     for value in temperature:
         sampling = Sampling(value, top_k, top_p, draft_sample_method, seed)
-        settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, speed_rounds)
+        settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
         results += evaluate_suite(
             model,
             head,

@@ -192,7 +192,8 @@ class TrainSection(Section):
 
 class EvalSection(Section):
     """What is measured by decoding. A suite is a bundled name or a JSONL path; `max_new_tokens` null means
-    responses.max_new_tokens."""
+    responses.max_new_tokens. `speed_prompts` of a suite are timed one request at a time, `speed_new_tokens` each (null:
+    all)."""
 
     suites: list[str] = Field(default=["held_out"], min_length=1)
     num_draft_tokens: list[PositiveInt] = Field(default=[3, 5], min_length=1)
@@ -207,6 +208,7 @@ class EvalSection(Section):
     ngram_min: PositiveInt = 2
     ngram_max: PositiveInt = 4
     speed_prompts: int = Field(default=4, ge=0)
+    speed_new_tokens: PositiveInt | None = None
     speed_rounds: PositiveInt = 1
 
     @model_validator(mode="after")

@@ -45,12 +45,14 @@ class Suite:
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """How a suite is decoded. `speed_prompts` of it are timed one request at a time, `speed_rounds` times."""
+    """How a suite is decoded. `speed_prompts` of it are timed one request at a time,
+    `speed_new_tokens` each (None: as many as the text), `speed_rounds` times."""
 
     sampling: Sampling
     max_new_tokens: int
     batch_size: int
     speed_prompts: int = 4
+    speed_new_tokens: int | None = None
     speed_rounds: int = 1
 
 
@@ -72,6 +74,7 @@ def decode_reference(target: TargetModel, suite: Suite, settings: EvalSettings) 
             on_progress=advance, **common,
         )  # fmt: skip
     timed = suite.prompts[: settings.speed_prompts]
+    common["max_new_tokens"] = settings.speed_new_tokens or settings.max_new_tokens
     speed = [plain_decode(target, timed, **common) for _ in range(settings.speed_rounds)] if timed else []
     return Reference(trace, speed)
 
@@ -105,6 +108,7 @@ def evaluate(
     speed = None
     if reference.speed:
         timed = suite.prompts[: settings.speed_prompts]
+        common["max_new_tokens"] = settings.speed_new_tokens or settings.max_new_tokens
         rounds = [speculative_decode(target, proposer, timed, **common) for _ in range(settings.speed_rounds)]
         speed = speed_summary(reference.speed, rounds)
         speed["tokens_per_step"] = tokens_per_step([r for t in rounds for r in t.requests])
