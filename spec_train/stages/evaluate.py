@@ -36,7 +36,14 @@ def _settings(run: Run, temperature: float) -> EvalSettings:
     section = run.recipe.eval
     sampling = Sampling(temperature, section.top_k, section.top_p, section.draft_sample_method, run.recipe.run.seed)
     max_new_tokens = section.max_new_tokens or run.recipe.responses.max_new_tokens
-    return EvalSettings(sampling, max_new_tokens, section.batch_size, section.speed_prompts, section.speed_new_tokens, section.speed_rounds)
+    return EvalSettings(
+        sampling,
+        max_new_tokens,
+        section.batch_size,
+        section.speed_prompts,
+        section.speed_new_tokens,
+        section.speed_rounds,
+    )
 
 
 def evaluate(run: Run, force: bool) -> None:
