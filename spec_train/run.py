@@ -128,15 +128,10 @@ class Run:
         digest: str = read_manifest(self.directory / name)["inputs_sha256"]
         return digest
 
-    def save_recipe(self) -> None:
-        """The resolved recipe beside the artefacts."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(self.directory / "recipe.yaml", dump_recipe(self.recipe))
-        except OSError as error:
-            raise UserError(
-                f"{self.directory}: cannot be written ({error.strerror}); choose another run.output_dir"
-            ) from None
+    def save_recipe(self, stage_directory: Path) -> None:
+        """The resolved recipe beside the artefacts of the stage that is being made, and in the run's directory."""
+        for directory in (stage_directory, self.directory):
+            atomic_write_text(directory / "recipe.yaml", dump_recipe(self.recipe))
 
     @cached_property
     def target_identity(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from spec_train.batch import Batch
 from spec_train.data.documents import Document
 from spec_train.recipe import OptimSection, TrainSection
-from spec_train.speculators.base import LossOutput, ResponseHits, ServingCheckpoint, Speculator, response_hits
+from spec_train.speculators.base import LossOutput, ResponseHits, ServingCheckpoint, Speculator
+from spec_train.speculators.supervision import response_hits
 from spec_train.training.trainer import TrainResult, train
 
 VOCAB, HIDDEN, DEPTHS = 23, 8, 2

@@ -26,13 +26,13 @@ def make_stage(run: Run, name: str, inputs: dict[str, Any], force: bool, work: W
             work(stage)
         return
     console = Console(stderr=True)
-    run.save_recipe()
     with run_lock(run.directory):
         if force:
             stage.discard()
         needed = not stage.is_current()
         if needed:
             stage.begin()
+            run.save_recipe(stage.directory)
         _agree(run, needed)
         if not needed:
             console.print(f"{name}: current", style="dim", markup=False)

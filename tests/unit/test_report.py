@@ -56,7 +56,7 @@ def test_markdown_holds_every_figure_under_its_heading():
 
 
 def test_a_sampled_result_claims_no_equality():
-    assert cells(result_markdown([result(temperature=0.7)]))[-1][7] == "-"
+    assert cells(result_markdown([result(temperature=0.7)]))[-1][8] == "-"
 
 
 def test_results_are_grouped_by_suite_and_temperature():
