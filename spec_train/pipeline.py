@@ -94,7 +94,7 @@ def show_results(run: Run) -> None:
 
     if not run.is_main or not is_finished(run.directory / "eval"):
         return
-    console = Console(width=140, soft_wrap=False)
+    console = Console() if Console().is_terminal else Console(width=140)
     files = [run.directory / "eval" / name for name in read_manifest(run.directory / "eval")["outputs"]["results"]]
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     order = {"ngram": 0}

@@ -55,7 +55,9 @@ class Run:
     def target_name(self) -> str:
         """What results and cards call the target."""
         section = self.recipe.target
-        return section.model or f"{section.package}/{Path(section.member or '').name}"
+        if section.model is not None:
+            return section.model
+        return f"{Path(section.member or '').stem} (dequantised, from {section.package})"
 
     @cached_property
     def device(self) -> str:

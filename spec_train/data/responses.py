@@ -61,6 +61,7 @@ def generate_responses(
     directory.mkdir(parents=True, exist_ok=True)
     documents: dict[str, Document] = {}
     dropped: Counter[str] = Counter()
+    order = {conversation.id: place for place, conversation in enumerate(conversations)}
     histories = {conversation.id: _history(conversation) for conversation in conversations}
     turns = max((len(history.user_turns) for history in histories.values()), default=0)
     index = 0
@@ -83,7 +84,7 @@ def generate_responses(
             part = directory / f"part-{index:05d}.jsonl"
             answers = _finished(part, batch, capture)
             if answers is None:
-                answers = _answer(target, batch, turn, settings, index, part, capture)
+                answers = _answer(target, batch, turn, order, settings, part, capture)
             for (conversation, ids), document in zip(batch, answers, strict=True):
                 documents[document.id] = document
                 history = histories[conversation.id]
@@ -101,18 +102,18 @@ def _answer(
     target: TargetModel,
     batch: Sequence[tuple[Conversation, list[int]]],
     turn: int,
+    order: dict[str, int],
     settings: AnswerSettings,
-    index: int,
     part: Path,
     capture: Capture | None,
 ) -> list[Document]:
     """Generate one batch and write it: features first, then the part file that declares it finished."""
-    room = min(settings.max_new_tokens, settings.max_length - max(len(ids) for _, ids in batch))
     answers = target.generate(
         [ids for _, ids in batch],
-        # One seed per batch: requests are numbered inside it.
-        replace(settings.sampling, seed=settings.sampling.seed * 100_003 + index),
-        room,
+        replace(settings.sampling, seed=settings.sampling.seed * 1009 + turn),
+        [min(settings.max_new_tokens, settings.max_length - len(ids)) for _, ids in batch],
+        # Each conversation draws from its own generator, whatever batch it sits in.
+        request_indices=[order[conversation.id] for conversation, _ in batch],
         capture=capture.spec if capture else None,
         capture_dtype=capture.dtype if capture else torch.bfloat16,
     )

@@ -24,8 +24,9 @@ from spec_train.decoding.sampling import RequestGenerators, Sampling, target_pro
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.decoding.verify import verify_greedy, verify_sampled
 from spec_train.errors import UserError
+from spec_train.kv_cache import SlotCache
 from spec_train.speculators.base import Chooser, Committed, Proposal, Proposer
-from spec_train.target import GenerationTimings, SlotCache, TargetModel, clock
+from spec_train.target import GenerationTimings, TargetModel, clock
 
 Progress = Callable[[int], None]  # called with the tokens emitted since the last call
 

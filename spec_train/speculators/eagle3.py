@@ -36,6 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
+from spec_train.kv_cache import SlotCache, grouped_attention
 from spec_train.speculators.base import (
     Chooser,
     Committed,
@@ -48,7 +49,7 @@ from spec_train.speculators.base import (
 from spec_train.speculators.layers import DraftLayer, RMSNorm, ttt_attention
 from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs, sum_plogp
 from spec_train.speculators.supervision import Queries, response_hits, supervised_queries
-from spec_train.target import SlotCache, TargetModel, grouped_attention
+from spec_train.target import TargetModel
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Eagle3(Speculator):
         self.layers = nn.ModuleList([DraftLayer(config, first=i == 0) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config.llama())
+        # In a tuple, so that casting the head to bfloat16 leaves the frequencies in float32, as engines have them.
+        self._rotary = (LlamaRotaryEmbedding(config.llama()),)
         self.d2t: Tensor
         self.draft_index_V: Tensor
         self.embedding_VH: Tensor
@@ -234,7 +236,7 @@ class Eagle3(Speculator):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def _cos_sin(self, like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary(like.float(), position)
+        cos, sin = self._rotary[0](like.float(), position)
         return cos, sin
 
     # ------------------------------------------------------------------ training pass

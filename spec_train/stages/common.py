@@ -35,15 +35,15 @@ def make_stage(run: Run, name: str, inputs: dict[str, Any], force: bool, work: W
             run.save_recipe(stage.directory)
         _agree(run, needed)
         if not needed:
-            console.print(f"{name}: current", style="dim", markup=False)
+            console.print(f"{name}: current", style="dim", markup=False, soft_wrap=True)
             return
-        console.print(f"{name}: working in {stage.directory}", style="bold", markup=False)
+        console.print(f"{name}: working in {stage.directory}", style="bold", markup=False, soft_wrap=True)
         outputs, counts = work(stage)
         stage.finish(outputs, counts)
         said = ", ".join(f"{key} {value:,}" for key, value in counts.items() if isinstance(value, int))
-        console.print(f"{name}: done{f' ({said})' if said else ''}", markup=False)
+        console.print(f"{name}: done{f' ({said})' if said else ''}", markup=False, soft_wrap=True)
         for reason, count in counts.get("dropped", {}).items():
-            console.print(f"  dropped {count}: {reason}", markup=False)
+            console.print(f"  dropped {count}: {reason}", markup=False, soft_wrap=True)
 
 
 def _agree(run: Run, needed: bool) -> bool:

@@ -11,6 +11,7 @@ decoder with a real (tiny) target is held against exact enumeration with the mod
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import RequestGenerators, Sampling, draw_at, target_probs
 from spec_train.decoding.verify import accept_probability, leading_accepts, residual_law, verify_sampled
 from spec_train.speculators.base import Proposal, Proposer
+from spec_train.speculators.eagle3 import Eagle3
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 
@@ -358,6 +360,15 @@ class TableDraft(Proposer):
         return {"last": state["last"][rows]}
 
 
+def reduced_head(target):
+    """An EAGLE-3 head that can propose 8 of the 12 tokens only; its law over the others is 0."""
+    options = SimpleNamespace(
+        aux_layer_ids=[0, 1, 2], num_layers=1, ttt_steps=2, step_decay=1.0, loss="kl", lk_eta=3.0, norm_before_fc=False,
+        fc_norm=False, norm_output=False, norm_before_residual=False, gradient_checkpointing=False, init="target_layer",
+    )  # fmt: skip
+    return Eagle3.from_recipe(options, target, torch.tensor([0, 1, 3, 4, 6, 7, 9, 11]), seed=0)
+
+
 def model_joint(target, sampling):
     """Exact law of the three tokens after PROMPT, from full passes of the Transformers model."""
     joint = torch.ones(1, dtype=torch.float64)
@@ -392,11 +403,18 @@ def decode(target, proposer, sampling, num_requests):
         ("table", Sampling(temperature=1.0, seed=1), 20_000),
         ("table", Sampling(0.8, top_k=8, top_p=0.95, draft_sample_method="probabilistic", seed=3), 20_000),
         ("ngram", Sampling(temperature=0.9, top_k=5, seed=4), 8_000),  # short drafts and none at all
+        ("eagle3", Sampling(temperature=1.0, seed=9), 12_000),
+        ("eagle3", Sampling(0.9, top_k=10, draft_sample_method="probabilistic", seed=10), 12_000),
     ],
-    ids=["greedy_draft", "probabilistic", "ngram"],
+    ids=["greedy_draft", "probabilistic", "ngram", "eagle3_greedy_draft", "eagle3_probabilistic"],
 )
 def test_decoder_keeps_the_models_joint_law(tiny_target, kind, sampling, num_requests):
-    proposer = NgramProposer(1, 2) if kind == "ngram" else TableDraft(tiny_target)
+    proposers = {
+        "ngram": lambda: NgramProposer(1, 2),
+        "table": lambda: TableDraft(tiny_target),
+        "eagle3": lambda: reduced_head(tiny_target),
+    }
+    proposer = proposers[kind]()
     trace = decode(tiny_target, proposer, sampling, num_requests)
     joint = model_joint(tiny_target, sampling)
     assert chi_square_p(count_triples(trace), joint) > 1e-3
