@@ -42,9 +42,9 @@ from spec_train.evaluation.metrics import (
     summarise,
 )
 from spec_train.evaluation.report import result_markdown, write_results
+from spec_train.kv_cache import GROUPED_ATTENTION
 from spec_train.recipe import Eagle3Section, OptimSection, TrainSection
 from spec_train.speculators.eagle3 import Eagle3, eagle3_config
-from spec_train.kv_cache import GROUPED_ATTENTION
 from spec_train.target import TargetModel
 from spec_train.training.trainer import TrainResult, train
 
