@@ -207,6 +207,7 @@ class EvalSection(Section):
     baselines: list[Literal["ngram"]] = ["ngram"]
     ngram_min: PositiveInt = 2
     ngram_max: PositiveInt = 4
+    ngram_num_draft_tokens: list[PositiveInt] | None = Field(default=None, min_length=1)
     speed_prompts: int = Field(default=4, ge=0)
     speed_new_tokens: PositiveInt | None = None
     speed_rounds: PositiveInt = 1

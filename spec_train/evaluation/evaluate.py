@@ -167,19 +167,21 @@ def evaluate_suite(
     *,
     baselines: list[str],
     ngram: tuple[int, int],
+    ngram_num_draft_tokens: list[int] | None = None,
     speculator_name: str,
     target_name: str,
     directory: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Every method at every K on one suite. Results are written as they come, and read back after an interruption."""
-    proposers: list[tuple[str, str, Proposer]] = []
+    proposers: list[tuple[str, str, Proposer, list[int]]] = []
     if "ngram" in baselines:
-        proposers.append(("ngram", f"prompt lookup n={ngram[0]}..{ngram[1]}", NgramProposer(*ngram)))
+        name = f"prompt lookup n={ngram[0]}..{ngram[1]}"
+        proposers.append(("ngram", name, NgramProposer(*ngram), ngram_num_draft_tokens or num_draft_tokens))
     if speculator is not None:
-        proposers.append((speculator.method, speculator_name, speculator))
+        proposers.append((speculator.method, speculator_name, speculator, num_draft_tokens))
     results, reference, estimate = [], None, None
-    for method, name, proposer in proposers:
-        for k in num_draft_tokens:
+    for method, name, proposer, depths in proposers:
+        for k in depths:
             key = {
                 "suite": suite.name,
                 "method": method,

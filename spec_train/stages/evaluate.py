@@ -71,6 +71,7 @@ def evaluate(run: Run, force: bool) -> None:
                     list(recipe.eval.num_draft_tokens),
                     baselines=list(recipe.eval.baselines),
                     ngram=(recipe.eval.ngram_min, recipe.eval.ngram_max),
+                    ngram_num_draft_tokens=recipe.eval.ngram_num_draft_tokens,
                     speculator_name=str(checkpoint),
                     target_name=run.target_name,
                     directory=stage.directory,
