@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -178,6 +178,13 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_write_json(path: Path, value: Any) -> None:
     """`atomic_write_text` of indented JSON. NaN and infinity are refused with ValueError: JSON has neither."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def atomic_write_json_lines(path: Path, rows: Iterable[Any]) -> int:
+    """`atomic_write_text` of one JSON object a line; returns how many."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    atomic_write_text(path, "".join(lines))
+    return len(lines)
 
 
 def file_sha256(path: Path) -> str:

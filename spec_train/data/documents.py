@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from spec_train.errors import UserError
+from spec_train.manifest import atomic_write_json_lines
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,7 @@ class Document:
 
 def write_documents(path: Path, documents: Iterable[Document]) -> int:
     """Write one JSON object a line, atomically; returns how many."""
-    temporary = path.with_name(path.name + ".tmp")
-    count = 0
-    with open(temporary, "w", encoding="utf-8") as file:
-        for document in documents:
-            file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
-            count += 1
-    os.replace(temporary, path)
-    return count
+    return atomic_write_json_lines(path, (asdict(one) for one in documents))
 
 
 def read_documents(path: Path) -> list[Document]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from spec_train.assets import resolve_path
 from spec_train.data.rows import Conversation, DropReason, conversation_from_row, usable_as_is, usable_for_answers
 from spec_train.errors import UserError
+from spec_train.manifest import atomic_write_json_lines
 from spec_train.packages import package_file
 
 if TYPE_CHECKING:
@@ -112,14 +112,7 @@ def split_held_out(
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> int:
     """Write one JSON object a line, atomically; returns how many."""
-    temporary = path.with_name(path.name + ".tmp")
-    count = 0
-    with open(temporary, "w", encoding="utf-8") as file:
-        for conversation in conversations:
-            file.write(json.dumps(asdict(conversation), ensure_ascii=False) + "\n")
-            count += 1
-    os.replace(temporary, path)
-    return count
+    return atomic_write_json_lines(path, (asdict(one) for one in conversations))
 
 
 def read_conversations(path: Path) -> list[Conversation]:
