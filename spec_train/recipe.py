@@ -13,9 +13,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Generic, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from typing_extensions import TypeVar
 
 from spec_train.errors import UserError
 from spec_train.recipe_file import apply_override, dump_yaml, find_recipe, parse_yaml, refuse_secrets, resolve_paths
@@ -135,30 +136,25 @@ class FeaturesSection(Section):
     capture: bool = True
 
 
-class Eagle3Section(Section):
-    """EAGLE-3. `draft_vocab_size` null keeps the target's vocabulary; `aux_layer_ids` null takes the default ids."""
+class SpeculatorOptions(Section):
+    """Base of every method's options, which live beside the method in `speculators/<type>.py`."""
 
-    type: Literal["eagle3"]
-    num_layers: PositiveInt = 1
-    ttt_steps: PositiveInt = 4
-    step_decay: Probability = 0.8
-    draft_vocab_size: PositiveInt | None = None
-    aux_layer_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    loss: Literal["kl", "lk"] = "kl"
-    lk_eta: float = Field(default=3.0, gt=0)
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
-    init: Literal["target_layer", "random"] = "target_layer"
-    gradient_checkpointing: bool = False
+    type: str
 
-    @field_validator("aux_layer_ids")
-    @classmethod
-    def _distinct(cls, ids: list[int] | None) -> list[int] | None:
-        if ids is not None and len(set(ids)) != len(ids):
-            raise ValueError(f"must not name a layer twice, got {ids}")
-        return ids
+    def vocab_limit(self) -> int | None:
+        """How many target tokens the head, or its loss, is confined to; None for all."""
+        return None
+
+    def feature_options(self) -> dict[str, Any]:
+        """The options that decide which hidden states are read."""
+        return {}
+
+    def max_draft_tokens(self) -> int | None:
+        """The deepest draft that the method can make; None where it drafts on and on."""
+        return None
+
+
+Options = TypeVar("Options", bound=SpeculatorOptions, default=SpeculatorOptions)
 
 
 class OptimSection(Section):
@@ -235,15 +231,15 @@ class HubSection(Section):
     private: bool = True
 
 
-class Recipe(Section):
-    """A whole run. Frozen; made by `load_recipe`."""
+class Recipe(Section, Generic[Options]):
+    """A whole run. Frozen; made by `load_recipe`, which knows the options of the speculator's type."""
 
     run: RunSection
     target: TargetSection
     data: DataSection
     responses: ResponsesSection = ResponsesSection()
     features: FeaturesSection = FeaturesSection()
-    speculator: Eagle3Section
+    speculator: Options
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
@@ -254,6 +250,18 @@ class Recipe(Section):
     def _held_out_exists(self) -> Self:
         if self.data.held_out == 0 and "held_out" in self.eval.suites:
             raise ValueError("asks for eval.suites held_out while data.held_out is 0; hold some out or name a suite")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_within_reach(self) -> Self:
+        deepest = self.speculator.max_draft_tokens()
+        asked = {
+            "eval.num_draft_tokens": max(self.eval.num_draft_tokens),
+            "export.verify_num_draft_tokens": self.export.verify_num_draft_tokens,
+        }
+        for key, value in asked.items():
+            if deepest is not None and value > deepest:
+                raise ValueError(f"asks for {key} {value}, this {self.speculator.type} drafts at most {deepest}")
         return self
 
 
@@ -285,17 +293,37 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     file = find_recipe(path)
     fields = parse_yaml(file)
-    for override in overrides:
-        _refuse_unknown_override(override)
-        apply_override(fields, override)
-    refuse_secrets(str(path), fields)
     try:
-        Recipe.model_validate(fields)
+        options = _options_of(fields, overrides)
+        for override in overrides:
+            _refuse_unknown_override(override, options)
+            apply_override(fields, override)
+        refuse_secrets(str(path), fields)
+        model = Recipe[options]  # type: ignore[valid-type]
+        model.model_validate(fields)
         resolve_paths(fields, file.parent, BUNDLED_SUITES)
-        return Recipe.model_validate(fields)
+        return model.model_validate(fields)
     except (ValidationError, UserError) as error:
-        problem = str(error) if isinstance(error, UserError) else _first_problem(error)
+        problem = str(error) if isinstance(error, UserError) else _first_problem(error, options)
         raise UserError(f"{path}: {problem}") from None
+
+
+def _options_of(fields: dict[str, Any], overrides: Sequence[str]) -> type[SpeculatorOptions]:
+    """The options class of the recipe's speculator, which lives beside the method. Raises UserError."""
+    from spec_train.speculators import METHODS, options_class
+
+    section = fields.get("speculator")
+    if not isinstance(section, dict):
+        raise UserError("speculator is required" if section is None else "speculator must be a mapping of keys")
+    given = [value for key, _, value in (override.partition("=") for override in overrides) if key == "speculator.type"]
+    kind = given[-1] if given else section.get("type")
+    if kind is None:
+        raise UserError(f"speculator.type is required; one of {', '.join(METHODS)}")
+    if kind not in METHODS:
+        near = difflib.get_close_matches(str(kind), METHODS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"speculator.type must be one of {', '.join(METHODS)}, got {kind!r}{hint}")
+    return options_class(kind)
 
 
 # --------------------------------------------------------------------------------------- what to say when it fails
@@ -319,19 +347,20 @@ _FOREIGN = {
 }
 
 
-def known_keys() -> list[str]:
-    """Every dotted key of a recipe, sections first; items of data.sources appear as `data.sources.N.key`."""
-    sections = Recipe.model_fields
+def known_keys(options: type[SpeculatorOptions]) -> list[str]:
+    """Every dotted key of a recipe with this kind of speculator, sections first; items of data.sources appear as
+    `data.sources.N.key`."""
+    sections = Recipe[options].model_fields  # type: ignore[valid-type]
     keys = list(sections)
     for name, field in sections.items():
         keys += [f"{name}.{key}" for key in cast("type[Section]", field.annotation).model_fields]
     return keys + [f"data.sources.N.{key}" for key in Source.model_fields]
 
 
-def _hint(key: str) -> str:
+def _hint(key: str, options: type[SpeculatorOptions]) -> str:
     """The end of a message about an unknown dotted key: the nearest known one, else what its section has."""
     section, _, leaf = key.rpartition(".")
-    keys = known_keys()
+    keys = known_keys(options)
     by_leaf: dict[str, list[str]] = {}
     for known in keys:
         by_leaf.setdefault(known.rpartition(".")[2], []).append(known)
@@ -351,30 +380,30 @@ def _generic(parts: Sequence[str]) -> str:
     return ".".join("N" if part.isdigit() else part for part in parts)
 
 
-def _refuse_unknown_override(override: str) -> None:
+def _refuse_unknown_override(override: str, options: type[SpeculatorOptions]) -> None:
     """Overrides are checked by name first, so that the hint sees the whole dotted key."""
     key = override.partition("=")[0].strip()
     refuse_secrets("override", key)
     parts = key.split(".")
-    generic, known = _generic(parts), known_keys()
+    generic, known = _generic(parts), known_keys(options)
     if "=" not in override or len(parts) < 2:
-        raise UserError(f"override {key!r} is not of the form section.key=value{_hint(generic)}")
+        raise UserError(f"override {key!r} is not of the form section.key=value{_hint(generic, options)}")
     free_form = parts[:2] == ["target", "chat_template_kwargs"] and len(parts) == 3
     list_item = len(parts) == 3 and parts[2].isdigit() and ".".join(parts[:2]) in known
     if not (generic in known or free_form or list_item):
-        raise UserError(f"override {key} is not a known key{_hint(generic)}")
+        raise UserError(f"override {key} is not a known key{_hint(generic, options)}")
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, options: type[SpeculatorOptions]) -> str:
     """One line for the first problem; an unknown key goes first, since a misspelt key also leaves one missing."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem, kind = problems[0], problems[0]["type"]
     # A union adds the branch it tried to the location.
-    location = [str(part) for part in problem["loc"] if part not in ("float", "int", "eagle3")]
+    location = [str(part) for part in problem["loc"] if part not in ("float", "int")]
     key = ".".join(location) or "recipe"
     context, value = problem.get("ctx", {}), problem["input"]
     if kind == "extra_forbidden":
-        return f"{key} is not a known key{_hint(_generic(location))}"
+        return f"{key} is not a known key{_hint(_generic(location), options)}"
     if kind == "missing":
         return f"{key} is required"
     if kind == "value_error":

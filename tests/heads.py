@@ -74,7 +74,8 @@ def random_eagle3(
         **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"), False),
         **flags,
     }
-    return ServingCheckpoint("eagle3", config, tensors, speculators_form(config))
+    renamed = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+    return ServingCheckpoint("eagle3", "eagle3", config, tensors, speculators_form(config), renamed)
 
 
 def speculators_form(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
+from spec_train.recipe import SpeculatorOptions
+from spec_train.target import TargetModel
 
 __all__ = ["Batch", "FeatureSpec", "Features"]  # re-exported: one import for whoever writes a speculator
 
@@ -73,13 +76,30 @@ class Proposal:
 
 @dataclass(frozen=True)
 class ServingCheckpoint:
-    """A speculator in the form that an engine loads: `method` is vLLM's name, `config` the plain config.json,
-    `tensors` the plain tensor names, `speculators_config` the config.json of the speculators format or None."""
+    """A speculator in the form that an engine loads.
 
+    kind                 our name of the method, written to export.json, by which the export is read again
+    method               vLLM's name of it
+    config, tensors      the plain config.json and tensor names
+    speculators_config   the config.json of the speculators format, None where that format has no form for the method
+    speculators_tensors  tensor names in that format, None where they are the plain ones
+    speculative_config   further keys that vLLM's speculative config needs, such as parallel_drafting
+    hf_overrides         what must be added to the target's config when it is served
+    plugin               dotted name of the class in our vLLM plugin that drafts, where vLLM itself cannot
+    stitched             the tensors replace those of the same name in a copy of the target, which then needs no second
+                         folder (an MTP head that the target ships)
+    """
+
+    kind: str
     method: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     speculators_config: dict[str, Any] | None = None
+    speculators_tensors: dict[str, Tensor] | None = None
+    speculative_config: dict[str, Any] = field(default_factory=dict)
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    plugin: str | None = None
+    stitched: bool = False
 
 
 Chooser = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -120,9 +140,35 @@ class Speculator(nn.Module, Proposer):
     trained, saved or sharded.
     """
 
-    method: str  # vLLM's name of the method
-    config: Any
+    kind: ClassVar[str]  # our name of the method
+    method: ClassVar[str]  # vLLM's name of it
+    options: ClassVar[type[SpeculatorOptions]]  # the recipe's `speculator` section
+    config: Any  # a dataclass; saved beside every checkpoint
     num_depths: int  # depths trained at once (TTT steps, heads)
+    max_draft_tokens: int | None = None  # the deepest draft; None where it drafts on and on
+
+    @classmethod
+    @abstractmethod
+    def required_features(cls, options: Any, target: TargetModel) -> FeatureSpec:
+        """The hidden states that a speculator with these recipe options reads."""
+
+    @classmethod
+    @abstractmethod
+    def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Self:
+        """A fresh speculator, trainable parameters in float32. `options`: the recipe's `speculator` section;
+        `draft_ids_D`: ascending target ids that it may propose, or is trained on (`SpeculatorOptions.vocab_limit`)."""
+
+    @classmethod
+    @abstractmethod
+    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
+        """The speculator of a training checkpoint, frozen, in the target's dtype and on its device. `saved`: its
+        `config` as JSON. Raises UserError where it does not go with the target."""
+
+    @classmethod
+    @abstractmethod
+    def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Self:
+        """Rebuild a speculator from an exported config.json and its tensors. Raises UserError for a missing or unknown
+        tensor."""
 
     @abstractmethod
     def supervised_counts(self, batch: Batch) -> Tensor:

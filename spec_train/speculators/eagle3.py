@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, field_validator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
+from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
 from spec_train.speculators.base import (
     Chooser,
     Committed,
@@ -46,10 +48,45 @@ from spec_train.speculators.base import (
     ServingCheckpoint,
     Speculator,
 )
-from spec_train.speculators.layers import DraftLayer, RMSNorm, ttt_attention
-from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs, sum_plogp
-from spec_train.speculators.supervision import Queries, response_hits, supervised_queries
+from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
+from spec_train.speculators.layers import DraftLayer, RMSNorm, layer_geometry, ttt_attention
+from spec_train.speculators.losses import LossKind
+from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
+
+
+class Eagle3Options(SpeculatorOptions):
+    """EAGLE-3. `draft_vocab_size` null keeps the target's vocabulary; `aux_layer_ids` null takes the default ids."""
+
+    type: Literal["eagle3"]
+    num_layers: PositiveInt = 1
+    ttt_steps: PositiveInt = 4
+    step_decay: Probability = 0.8
+    draft_vocab_size: PositiveInt | None = None
+    aux_layer_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    loss: Literal["kl", "lk"] = "kl"
+    lk_eta: float = Field(default=3.0, gt=0)
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    init: Literal["target_layer", "random"] = "target_layer"
+    gradient_checkpointing: bool = False
+
+    @field_validator("aux_layer_ids")
+    @classmethod
+    def _distinct(cls, ids: list[int] | None) -> list[int] | None:
+        if ids is not None and len(set(ids)) != len(ids):
+            raise ValueError(f"must not name a layer twice, got {ids}")
+        return ids
+
+    def vocab_limit(self) -> int | None:
+        """See `SpeculatorOptions.vocab_limit`."""
+        return self.draft_vocab_size
+
+    def feature_options(self) -> dict[str, Any]:
+        """See `SpeculatorOptions.feature_options`."""
+        return {"aux_layer_ids": self.aux_layer_ids}
 
 
 @dataclass(frozen=True)
@@ -120,7 +157,9 @@ class _State:
 class Eagle3(Speculator):
     """The head. Trained: fc, layers, norm, lm_head. Borrowed from the target: embedding and rows of its output head."""
 
+    kind = "eagle3"
     method = "eagle3"
+    options = Eagle3Options
 
     def __init__(self, config: Eagle3Config, draft_ids_D: Tensor) -> None:
         super().__init__()
@@ -328,78 +367,29 @@ class Eagle3(Speculator):
 
     def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
         """Sum over depths of decay^k * (weighted mean of the head loss). Metrics by depth: depth_loss, alpha, hit."""
-        config = self.config
-        assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
-        queries = supervised_queries(batch, self.num_depths, everywhere=config.num_layers > 1)
-        rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
-        depth_weight = config.step_decay ** torch.arange(self.num_depths, device=normalizer.device) / normalizer.clamp(
-            min=1e-9
+        queries = supervised_queries(batch, self.num_depths, everywhere=self.config.num_layers > 1)
+        return chain_loss(
+            batch,
+            queries,
+            self.unroll(batch, queries, self.num_depths),
+            lambda _depth: self.lm_head.weight,
+            distributions=target_distributions(batch, queries, self.target_head_DH, self.target),
+            draft_index_V=self.draft_index_V,
+            depth_weight_K=depth_weights(self.config.step_decay, normalizer),
+            kind=self.config.loss,
+            eta=self.config.lk_eta,
         )
-        depth_weight = torch.where(normalizer > 0, depth_weight, torch.zeros_like(depth_weight)).float()
-        target_probs_MD, probs_index_BT = self._target_probs(batch, queries)
-        plogp_M = sum_plogp(target_probs_MD)
-        total: Tensor = torch.zeros((), device=batch.input_ids_BT.device)
-        sums: dict[str, list[Tensor]] = {"depth_loss": [], "alpha": [], "hit": []}
-        counts = []
-        for k, state_BQH in enumerate(self.unroll(batch, queries, self.num_depths)):
-            weight_BQ = queries.weight_BQK[..., k]
-            chosen = weight_BQ > 0
-            predicted = queries.predicted_BQK[..., k]
-            label_N = self.draft_index_V[batch.input_ids_BT[rows, predicted][chosen]]
-            weight_N = weight_BQ[chosen]
-            source_N = probs_index_BT[rows, predicted - 1][chosen]
-            out = fused_head_loss(
-                state_BQH[chosen],
-                self.lm_head.weight,
-                target_probs_MD[source_N],
-                plogp_M[source_N],
-                weight_N * depth_weight[k],
-                label_N,
-                config.loss,
-                config.lk_eta,
-            )
-            total = total + out.total
-            for name, value_N in (("depth_loss", out.loss_N), ("alpha", out.alpha_N), ("hit", out.hit_N)):
-                sums[name].append((value_N.double() * weight_N).sum())
-            counts.append(weight_N.double().sum())
-        count_K = torch.stack(counts)
-        return LossOutput(
-            total, {name: torch.stack(values) for name, values in sums.items()}, dict.fromkeys(sums, count_K)
-        )
-
-    @torch.no_grad()
-    def _target_probs(self, batch: Batch, queries: Queries) -> tuple[Tensor, Tensor]:
-        """(target probabilities [M, D] of every supervised token, index_BT of the row for the position it comes from).
-
-        A token at position t is predicted by the target's state at t-1; depths share one copy of each distribution.
-        """
-        assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
-        rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
-        needed = torch.zeros_like(batch.input_ids_BT, dtype=torch.bool)
-        source_BQK = queries.predicted_BQK - 1
-        supervised = queries.weight_BQK > 0
-        needed[rows[..., None].expand_as(source_BQK)[supervised], source_BQK[supervised]] = True
-        index_BT = needed.flatten().cumsum(0).view_as(needed) - 1
-        device_type = batch.input_ids_BT.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
-        with torch.autocast(device_type, enabled=False):
-            logits = batch.last_hidden_BTH[needed].to(dtype) @ self.target_head_DH.to(dtype).T
-            probs = restricted_target_probs(self.target.scale_logits(logits), batch.target_lse_BT[needed], dtype)
-        return probs, index_BT
 
     @torch.no_grad()
     def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
         """See `Speculator.draft_hits`. Depths beyond `ttt_steps` are unrolled the same way."""
         queries = supervised_queries(batch, num_draft_tokens, everywhere=self.config.num_layers > 1)
-        rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
-        hit_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, dtype=torch.bool, device=rows.device)
-        for k, state_BQH in enumerate(self.unroll(batch, queries, num_draft_tokens)):
-            best = torch.stack([self.lm_head(part).argmax(-1) for part in state_BQH.unbind()])
-            drafted = best + self.d2t[best]
-            token = batch.input_ids_BT[rows, queries.predicted_BQK[..., k]]
-            hit = (drafted == token) & (queries.weight_BQK[..., k] > 0)
-            hit_BTK[..., k].scatter_(1, queries.index_BQ, hit & queries.valid_BQ)
-        return response_hits(batch, hit_BTK.cpu())
+        return chain_hits(batch, queries, map(self._drafted, self.unroll(batch, queries, num_draft_tokens)))
+
+    def _drafted(self, state_BQH: Tensor) -> Tensor:
+        """Greedy drafts in target ids [B, Q], a row of the batch at a time: logits are wide."""
+        best_BQ = torch.stack([self.lm_head(state_QH).argmax(-1) for state_QH in state_BQH.unbind()])
+        return best_BQ + self.d2t[best_BQ]
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()
@@ -509,7 +499,7 @@ class Eagle3(Speculator):
             "speculators_model_type": "eagle3",
             "transformer_layer_config": {**layer, "num_aux_hidden_states": len(ids)},
         }
-        return ServingCheckpoint("eagle3", plain, tensors, speculators)
+        return ServingCheckpoint("eagle3", "eagle3", plain, midlayer_names(tensors), speculators, tensors)
 
     @classmethod
     def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Eagle3:
@@ -565,27 +555,24 @@ def aux_layer_ids(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, .
     return ids
 
 
+def midlayer_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as EAGLE's own files name them, where the first layer is `midlayer.` and not `layers.0.`."""
+    return {
+        f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: value
+        for name, value in tensors.items()
+    }
+
+
 def eagle3_config(options: Any, target: TargetModel, draft_vocab_size: int) -> Eagle3Config:
     """Geometry from the target, options from the recipe's `speculator` section.
 
     Raises UserError for aux ids outside the target and for rotary embeddings that the head cannot copy.
     """
-    text = target.config
-    ids = aux_layer_ids(options.aux_layer_ids, target.num_layers)
-    heads = int(text.num_attention_heads)
     return Eagle3Config(
-        hidden_size=target.hidden_size,
-        intermediate_size=int(text.intermediate_size),
-        num_attention_heads=heads,
-        num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or target.hidden_size // heads),
-        vocab_size=target.vocab_size,
+        **layer_geometry(target),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
-        aux_layer_ids=ids,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", getattr(text, "layer_norm_eps", 1e-6))),
-        rope_parameters=_rope_parameters(text),
-        max_position_embeddings=target.max_length,
+        aux_layer_ids=aux_layer_ids(options.aux_layer_ids, target.num_layers),
         num_layers=options.num_layers,
         ttt_steps=options.ttt_steps,
         step_decay=options.step_decay,
@@ -597,20 +584,6 @@ def eagle3_config(options: Any, target: TargetModel, draft_vocab_size: int) -> E
         norm_before_residual=options.norm_before_residual,
         gradient_checkpointing=options.gradient_checkpointing,
     )
-
-
-def _rope_parameters(text: Any) -> dict[str, Any]:
-    """The target's rotary settings, whole; of a target with several kinds of layer, those of full attention."""
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    rope = dict(rope.get("full_attention", rope))
-    rope.setdefault("rope_type", "default")
-    if rope["rope_type"] not in {"default", "linear", "llama3", "yarn"}:
-        raise UserError(
-            f"target rope_type {rope['rope_type']!r} is not supported by the head; default, linear, llama3 and yarn are"
-        )
-    rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
-    rope.pop("partial_rotary_factor", None)  # the head rotates its whole head_dim
-    return rope
 
 
 def _copy_last_layer(head: Eagle3, target: TargetModel) -> None:

@@ -7,12 +7,15 @@ U width that the attention reads (2H in a first layer, H in further ones).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from spec_train.errors import UserError
+from spec_train.target import TargetModel
 
 
 class LayerShape(Protocol):
@@ -32,6 +35,40 @@ class LayerShape(Protocol):
     def rms_norm_eps(self) -> float: ...
     @property
     def norm_before_residual(self) -> bool: ...
+
+
+def layer_geometry(target: TargetModel) -> dict[str, Any]:
+    """The sizes and rotary settings of a draft layer that goes beside `target`, as keyword arguments of a config.
+
+    Raises UserError for rotary embeddings that a draft layer cannot copy.
+    """
+    text = target.config
+    heads = int(text.num_attention_heads)
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": int(text.intermediate_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(text, "head_dim", None) or target.hidden_size // heads),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": float(getattr(text, "rms_norm_eps", getattr(text, "layer_norm_eps", 1e-6))),
+        "rope_parameters": _rope_parameters(text),
+        "max_position_embeddings": target.max_length,
+    }
+
+
+def _rope_parameters(text: Any) -> dict[str, Any]:
+    """The target's rotary settings, whole; of a target with several kinds of layer, those of full attention."""
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
+    rope.setdefault("rope_type", "default")
+    if rope["rope_type"] not in {"default", "linear", "llama3", "yarn"}:
+        raise UserError(
+            f"target rope_type {rope['rope_type']!r} is not supported by the head; default, linear, llama3 and yarn are"
+        )
+    rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
+    rope.pop("partial_rotary_factor", None)  # the head rotates its whole head_dim
+    return rope
 
 
 class RMSNorm(nn.Module):

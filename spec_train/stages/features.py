@@ -44,7 +44,7 @@ def features(run: Run, force: bool) -> None:
         "responses": run.made_from("responses"),
         "mode": recipe.features.mode,
         "dtype": recipe.features.dtype,
-        "aux_layer_ids": recipe.speculator.aux_layer_ids,
+        **recipe.speculator.feature_options(),
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:

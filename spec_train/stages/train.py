@@ -15,7 +15,7 @@ from spec_train.stages.features import feature_reader, feature_spec
 
 if TYPE_CHECKING:
     from spec_train.batch import Batch
-    from spec_train.speculators.eagle3 import Eagle3
+    from spec_train.speculators.base import Speculator
 
 
 def train(run: Run, force: bool) -> None:
@@ -77,20 +77,21 @@ def feature_provider(run: Run) -> Callable[[Batch], Batch]:
     return lambda batch: add_features(batch, reader.read).to(batch.input_ids_BT.device)
 
 
-def new_speculator(run: Run, documents: list[Document], held_out: list[Document]) -> tuple[Eagle3, float]:
-    """A fresh head, and the share of held-out response tokens that its vocabulary can express."""
+def new_speculator(run: Run, documents: list[Document], held_out: list[Document]) -> tuple[Speculator, float]:
+    """A fresh speculator, and the share of held-out response tokens in the vocabulary that it is confined to."""
     import torch
 
     from spec_train.data.draft_vocab import choose_draft_vocab, coverage
 
     target, section = run.target(), run.recipe.speculator
-    if section.draft_vocab_size is None:
+    limit = section.vocab_limit()
+    if limit is None:
         ids = torch.arange(target.vocab_size)
     else:
         ids = choose_draft_vocab(
             documents,
             target.vocab_size,
-            section.draft_vocab_size,
+            limit,
             special_ids=target.eos_token_ids,
             tokenizer_len=len(run.tokenizer),
         )

@@ -43,8 +43,8 @@ from spec_train.evaluation.metrics import (
 )
 from spec_train.evaluation.report import result_markdown, write_results
 from spec_train.kv_cache import GROUPED_ATTENTION
-from spec_train.recipe import Eagle3Section, OptimSection, TrainSection
-from spec_train.speculators.eagle3 import Eagle3, eagle3_config
+from spec_train.recipe import OptimSection, TrainSection
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.target import TargetModel
 from spec_train.training.trainer import TrainResult, train
 
@@ -211,7 +211,7 @@ def train_head(
     target: TargetModel, documents: list[Document], size: Size, steps: int, options: argparse.Namespace, rate: float
 ) -> tuple[Eagle3, TrainResult, dict[str, Any]]:
     """The library's own training loop with features made as they are needed."""
-    section = Eagle3Section(type="eagle3", ttt_steps=4)
+    section = Eagle3Options(type="eagle3", ttt_steps=4)
     answers = torch.tensor([token for document in documents for token in document.input_ids[size.prompt_tokens :]])
     counts = answers.bincount(minlength=target.vocab_size)
     draft_ids = counts.argsort(descending=True, stable=True)[: size.draft_vocab_size].sort().values

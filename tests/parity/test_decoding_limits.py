@@ -11,9 +11,8 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.evaluation.metrics import compare_lossless, summarise, vllm_counters
-from spec_train.recipe import Eagle3Section
 from spec_train.speculators.base import Proposal, Proposer
-from spec_train.speculators.eagle3 import Eagle3, eagle3_config
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 from tests.tiny import tiny_model
@@ -166,7 +165,7 @@ def test_an_eos_in_mid_block_ends_the_text(target, texts, monkeypatch, place, sp
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_rows_that_end_with_the_prefill_leave_the_rest_alone(target, texts, monkeypatch, kind):
     """Their state is dropped before the proposer has seen a single verified token."""
-    options = Eagle3Section(type="eagle3", aux_layer_ids=[1, 2, 4])
+    options = Eagle3Options(type="eagle3", aux_layer_ids=[1, 2, 4])
     ids = torch.arange(target.vocab_size)
     head = Eagle3.from_target(eagle3_config(options, target, len(ids)), target, ids, options.init, seed=0)
     monkeypatch.setattr(target, "eos_token_ids", frozenset({texts[1][0], texts[3][0]}))

@@ -251,6 +251,6 @@ def test_only_exports_are_replaced(tmp_path: Path) -> None:
 
 def test_speculators_format_needs_its_form(tmp_path: Path) -> None:
     head = random_eagle3()
-    bare = ServingCheckpoint(head.method, head.config, head.tensors)
+    bare = ServingCheckpoint(head.kind, head.method, head.config, head.tensors)
     with pytest.raises(UserError, match=r"export\.formats"):
         write(bare, tmp_path / "out", format="speculators")

@@ -13,8 +13,8 @@ from torch import Tensor
 from spec_train.batch import Batch
 from spec_train.data.batches import build_batch
 from spec_train.data.documents import Document
-from spec_train.recipe import Eagle3Section, OptimSection, TrainSection
-from spec_train.speculators.eagle3 import Eagle3, eagle3_config
+from spec_train.recipe import OptimSection, TrainSection
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.target import TargetModel
 from spec_train.training.checkpoint import latest_checkpoint, load_weights
 from spec_train.training.trainer import train
@@ -35,7 +35,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def new_head(target: TargetModel, draft_vocab: int | None = 200, **changes: Any) -> Eagle3:
     ids = torch.arange(target.vocab_size if draft_vocab is None else draft_vocab)
-    section = Eagle3Section(type="eagle3", aux_layer_ids=[1, 2], ttt_steps=3, **changes)
+    section = Eagle3Options(type="eagle3", aux_layer_ids=[1, 2], ttt_steps=3, **changes)
     return Eagle3.from_target(eagle3_config(section, target, len(ids)), target, ids, "target_layer", 0)
 
 

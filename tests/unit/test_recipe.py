@@ -11,6 +11,7 @@ import yaml
 
 from spec_train.errors import UserError
 from spec_train.recipe import Recipe, dump_recipe, known_keys, load_recipe, recipe_hash
+from spec_train.speculators.eagle3 import Eagle3Options
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = """
@@ -74,7 +75,7 @@ def test_dump_reads_back_equal(recipe_file: Path, tmp_path: Path) -> None:
 def test_text_that_looks_like_something_else_stays_text(recipe_file: Path, tmp_path: Path, text: str) -> None:
     fields = yaml.safe_load(MINIMAL)
     fields["target"]["system_prompt"] = text
-    recipe = Recipe.model_validate(fields)
+    recipe = Recipe[Eagle3Options].model_validate(fields)
     saved = tmp_path / "resolved.yaml"
     saved.write_text(dump_recipe(recipe))
     assert load_recipe(saved).target.system_prompt == text
@@ -251,7 +252,7 @@ def test_the_documentation_holds_every_key_with_its_default(recipe_file: Path) -
 
 
 def leaf_keys(section: str) -> list[str]:
-    return [key for key in known_keys() if key.startswith(f"{section}.") and key != "data.sources"]
+    return [key for key in known_keys(Eagle3Options) if key.startswith(f"{section}.") and key != "data.sources"]
 
 
 def parse_scalar(text: str) -> Any:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
-from spec_train.recipe import Eagle3Section
 from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference
 from spec_train.serving.contract import EAGLE3_FLAGS, is_cpu_build
 from spec_train.serving.export import export
@@ -30,7 +29,7 @@ from spec_train.serving.verify import (
     stop_token_ids,
     verify_export,
 )
-from spec_train.speculators.eagle3 import Eagle3, eagle3_config
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.target import TargetModel
 from tests.heads import random_eagle3
 from tests.tiny import tiny_model
@@ -155,7 +154,7 @@ def test_stop_ids_are_read_where_the_target_reads_them(target: TargetModel, tmp_
 
 @pytest.mark.parametrize("options", [{}, dict.fromkeys(EAGLE3_FLAGS, True), {"num_layers": 2, "draft_vocab_size": 96}])
 def test_heads_of_ours_keep_the_contract(target: TargetModel, tmp_path: Path, options: dict[str, Any]) -> None:
-    section = Eagle3Section(type="eagle3", **options)
+    section = Eagle3Options(type="eagle3", **options)
     size = section.draft_vocab_size or target.vocab_size
     config = eagle3_config(section, target, size)
     head = Eagle3.from_target(config, target, torch.arange(size) * target.vocab_size // size, section.init, seed=0)

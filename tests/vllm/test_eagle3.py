@@ -137,7 +137,7 @@ def test_vllm_drafts_what_we_draft(llama: Llama, name: str) -> None:
 def test_another_head_is_told_apart(llama: Llama) -> None:
     """The comparison can fail: hold vLLM's run against the trace of the same head with one option turned."""
     head = random_eagle3()
-    turned = ServingCheckpoint(head.method, {**head.config, "norm_output": True}, head.tensors)
+    turned = ServingCheckpoint(head.kind, head.method, {**head.config, "norm_output": True}, head.tensors)
     run = compare(llama.baseline, llama.runs["reduced vocabulary"], decode(llama.target, turned), K, "test")
     assert run.outputs_equal_ours == len(PROMPTS)  # the text is the target's, whatever is drafted
     assert run.cycles_equal < run.cycles_compared
