@@ -301,11 +301,12 @@ def inspect(
 @app.command()
 def doctor() -> None:
     """Versions, devices, memory, disk, and which methods the installed vLLM loads."""
-    from spec_train.doctor import findings
+    from spec_train.doctor import capability_table, findings
 
     console = _console()
     for name, finding in findings():
         console.print(f"{name:<14} {finding}", markup=False)
+    console.print(capability_table())
 
 
 def _complain(message: str) -> None:

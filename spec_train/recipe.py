@@ -216,9 +216,9 @@ class EvalSection(Section):
 
 
 class ExportSection(Section):
-    """What is written for serving, and how it is proved."""
+    """What is written for serving, and how it is proved. `formats` null means all that the method has."""
 
-    formats: list[Literal["speculators", "plain"]] = Field(default=["speculators", "plain"], min_length=1)
+    formats: list[Literal["speculators", "plain", "stitched"]] | None = Field(default=None, min_length=1)
     vllm: Literal["auto", "require", "off"] = "auto"
     verify_prompts: PositiveInt = 16
     verify_num_draft_tokens: PositiveInt = 3

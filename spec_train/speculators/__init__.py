@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from spec_train.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from spec_train.recipe import SpeculatorOptions
     from spec_train.speculators.base import Speculator
     from spec_train.target import TargetModel
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 METHODS: dict[str, tuple[str, str]] = {
     "eagle3": ("spec_train.speculators.eagle3", "Eagle3"),
 }
+EMBEDDING = "embed_tokens.weight"  # EAGLE heads may ship a copy of the target's
 
 
 def speculator_class(kind: str) -> type[Speculator]:
@@ -37,21 +40,45 @@ def options_class(kind: str) -> type[SpeculatorOptions]:
 def load_speculator(path: Path, target: TargetModel) -> Speculator:
     """A trained speculator, frozen, in the target's dtype and on its device.
 
-    `path`: a training checkpoint (speculator.json) or an export in any format (config.json). Raises UserError.
+    `path`: a training checkpoint (speculator.json) or an export in any format (config.json), of ours or of another
+    tool. Raises UserError.
     """
     if (path / "speculator.json").is_file():
         saved = read_json(path / "speculator.json")
         return speculator_class(saved["type"]).from_checkpoint(path, saved["config"], target)
-    if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
         raise UserError(
             f"{path}: neither a training checkpoint (speculator.json) nor an export (config.json, model.safetensors)"
         )
-    from safetensors.torch import load_file
-
-    config = read_json(path / "config.json")
-    kind = export_type(path, config)
-    head = speculator_class(kind).from_serving(config, load_file(path / "model.safetensors"), target)
+    config, tensors = read_json(path / "config.json"), export_tensors(path)
+    shipped = tensors.pop(EMBEDDING, None)
+    if shipped is not None and not torch_equal(shipped, target.embedding.weight):
+        raise UserError(f"{path}: {EMBEDDING} is not the embedding of {target.name}, which heads here share")
+    head = speculator_class(export_type(path, config)).from_serving(config, tensors, target)
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def export_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of an export; of a stitched copy of the target those of the head. Raises UserError where one that
+    export.json lists is missing."""
+    from safetensors import safe_open
+
+    description = read_json(path / "export.json") if (path / "export.json").is_file() else {"tensors": {}}
+    listed, stitched = description["tensors"], description.get("format") == "stitched"
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(path.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            names = [name for name in file.keys() if not stitched or name in listed]  # noqa: SIM118 - not a dict
+            tensors.update({name: file.get_tensor(name) for name in names})
+    missing = sorted(set(listed) - set(tensors))
+    if missing:
+        raise UserError(f"{path}: {missing[0]} is missing, which export.json lists; export again")
+    return tensors
+
+
+def torch_equal(shipped: Tensor, own: Tensor) -> bool:
+    """Whether a shipped copy holds the target's values, in the target's dtype."""
+    return bool((shipped.to(own) == own).all()) if shipped.shape == own.shape else False
 
 
 def export_type(path: Path, config: dict[str, Any]) -> str:

@@ -26,8 +26,8 @@ def export(run: Run, force: bool) -> None:
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         import torch
 
+        from spec_train.serving.export import available_formats, read_export
         from spec_train.serving.export import export as write_export
-        from spec_train.serving.export import read_export
         from spec_train.serving.golden import make_golden
 
         checkpoint = best_checkpoint(run)
@@ -46,9 +46,10 @@ def export(run: Run, force: bool) -> None:
             "torch": torch.__version__,
         }
         commands = {}
-        for form in recipe.export.formats:
+        serving = head.serving()
+        for form in recipe.export.formats or available_formats(serving):
             folder = write_export(
-                head.serving(),
+                serving,
                 stage.directory / form,
                 format=form,
                 target_id=run.target_path,

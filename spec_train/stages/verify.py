@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from spec_train.errors import RunFailure
-from spec_train.manifest import Stage, atomic_write_json
+from spec_train.manifest import Stage, atomic_write_json, read_manifest
 from spec_train.run import Run
 from spec_train.serving.contract import installed_vllm
 from spec_train.speculators import load_speculator
@@ -32,6 +32,7 @@ def verify(run: Run, force: bool) -> None:
         from spec_train.serving.verify import local_folder, render_report, verify_exports
 
         section = recipe.export
+        forms = read_manifest(run.directory / "export")["outputs"]["serve"]
         prompts = [d.input_ids[: d.spans[0][0]] for d in (documents_of(run, "held_out") or documents_of(run, "train"))]
         prompts = prompts[: section.verify_prompts]
         target = run.target("float32")
@@ -41,7 +42,7 @@ def verify(run: Run, force: bool) -> None:
             target, head, prompts, num_draft_tokens=k, sampling=Sampling(), max_new_tokens=limit, batch_size=16
         )
         reports = verify_exports(
-            [run.directory / "export" / form for form in section.formats],
+            [run.directory / "export" / form for form in forms],
             local_folder(run.target_path),
             prompts=prompts,
             max_new_tokens=limit,

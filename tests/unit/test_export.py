@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_train.errors import UserError
-from spec_train.serving import contract
+from spec_train.serving import contract, eagle3_contract
 from spec_train.serving.export import GOLDEN_FILE, export, is_export, read_export
 from spec_train.speculators.base import ServingCheckpoint
 from tests.heads import random_eagle3
 
 
 def problems(head: ServingCheckpoint) -> list[str]:
-    return contract.check_eagle3(head.config, head.tensors)
+    return eagle3_contract.check_eagle3(head.config, head.tensors)
 
 
 def write(head: ServingCheckpoint, directory: Path, **changes: Any) -> Path:
@@ -50,10 +50,10 @@ def test_contract_accepts_good_heads(name: str) -> None:
 def test_contract_reads_both_spellings_of_the_first_layer() -> None:
     head = random_eagle3()
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.tensors.items()}
-    assert contract.check_eagle3(head.config, renamed) == []
+    assert eagle3_contract.check_eagle3(head.config, renamed) == []
     unknown = {name.replace("midlayer.", "layer0."): tensor for name, tensor in head.tensors.items()}
-    assert any("is missing" in problem for problem in contract.check_eagle3(head.config, unknown))
-    assert "both" in contract.check_eagle3(head.config, {**renamed, **head.tensors})[0]
+    assert any("is missing" in problem for problem in eagle3_contract.check_eagle3(head.config, unknown))
+    assert "both" in eagle3_contract.check_eagle3(head.config, {**renamed, **head.tensors})[0]
 
 
 def test_head_dim_is_read_and_not_computed() -> None:
@@ -133,29 +133,31 @@ def test_full_vocabulary_has_no_map() -> None:
 def test_head_is_held_against_its_target() -> None:
     config = random_eagle3().config
     target = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "max_position_embeddings": 512}
-    assert contract.check_target(config, target) == []
-    assert contract.check_target(config, {"text_config": target}) == []
+    assert eagle3_contract.check_target(config, target) == []
+    assert eagle3_contract.check_target(config, {"text_config": target}) == []
     for key, value, message in (
         ("vocab_size", 384, "vocab_size is 320"),
         ("hidden_size", 128, "width 64"),
         ("num_hidden_layers", 3, "exceed the target's 3 layers"),
         ("max_position_embeddings", 4096, "max_position_embeddings is 512"),
     ):
-        assert message in contract.check_target(config, {**target, key: value})[0]
+        assert message in eagle3_contract.check_target(config, {**target, key: value})[0]
 
 
-@pytest.mark.parametrize("flag", contract.EAGLE3_FLAGS)
+@pytest.mark.parametrize("flag", eagle3_contract.EAGLE3_FLAGS)
 def test_flags_reach_vllm_through_the_speculators_form(flag: str) -> None:
     head = random_eagle3(**{flag: True})
     assert head.speculators_config is not None
     form = {**head.speculators_config, "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}
     form["speculators_config"]["verifier"] = {"name_or_path": "someone/model"}
-    assert contract.check_speculators(form, head.config) == []
+    assert eagle3_contract.check_speculators(form, head.config) == []
     dropped = {key: value for key, value in form.items() if key != flag}
-    found = contract.check_speculators(dropped, head.config)
+    found = eagle3_contract.check_speculators(dropped, head.config)
     if flag == "norm_before_residual":  # vLLM takes it for true here, unlike in the plain form
         assert found == []
-        assert contract.check_speculators(dropped, random_eagle3().config)[0].startswith("norm_before_residual reaches")
+        assert eagle3_contract.check_speculators(dropped, random_eagle3().config)[0].startswith(
+            "norm_before_residual reaches"
+        )
     else:
         assert found[0].startswith(f"{flag} reaches vLLM as False")
 
@@ -163,7 +165,7 @@ def test_flags_reach_vllm_through_the_speculators_form(flag: str) -> None:
 def test_speculators_form_needs_target_and_count() -> None:
     head = random_eagle3()
     assert head.speculators_config is not None
-    found = "\n".join(contract.check_speculators(head.speculators_config, head.config))
+    found = "\n".join(eagle3_contract.check_speculators(head.speculators_config, head.config))
     assert "speculative_tokens is missing" in found
     assert "verifier.name_or_path is missing" in found
 
@@ -172,9 +174,10 @@ def test_paths_and_versions() -> None:
     assert contract.path_problem("eagle3", "runs/eagle3-a/export") is None
     assert "for eagle3, not draft_model" in (contract.path_problem("draft_model", "runs/EAGLE3-a/export") or "")
     assert contract.version_problem("eagle3", "0.33.0") is None
-    assert contract.version_problem("medusa", "0.32.0") is None
-    assert "does not load medusa" in (contract.version_problem("medusa", "0.33.0") or "")
-    assert "does not load mlp_speculator" in (contract.version_problem("mlp_speculator", "0.32.0") or "")
+    assert contract.version_problem("medusa", "0.33.0") is None  # through the plugin
+    native = contract.version_problem("medusa (native)", "0.33.0") or ""
+    assert "does not load medusa" in native and "plugin" in native
+    assert contract.version_problem("mlp_speculator (native)", "0.32.0") is not None
     assert contract.version_problem("eagle3", "0.40.1") is None
     assert contract.cpu_head_dim_problem({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}) is None
     assert "head_dim 16" in (contract.cpu_head_dim_problem({"hidden_size": 64, "num_attention_heads": 4}) or "")

@@ -52,7 +52,7 @@ def test_short_form_has_the_documented_defaults(recipe_file: Path) -> None:
         [3, 5],
         ["ngram"],
     )
-    assert (recipe.export.formats, recipe.export.vllm) == (["speculators", "plain"], "auto")
+    assert (recipe.export.formats, recipe.export.vllm) == (None, "auto")
 
 
 def test_a_recipe_is_frozen(recipe_file: Path) -> None:

@@ -21,10 +21,11 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.serving.compare import VllmReport, compare
+from spec_train.serving.contract import engine_arguments
 from spec_train.serving.export import export, read_export
 from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import VllmRun, run_vllm
-from spec_train.serving.verify import engine_arguments, render_report, stop_token_ids, verify_export
+from spec_train.serving.verify import render_report, stop_token_ids, verify_export
 from spec_train.speculators.base import ServingCheckpoint
 from spec_train.speculators.eagle3 import Eagle3, eagle3_config
 from spec_train.target import TargetModel
@@ -106,7 +107,7 @@ class Llama:
         arguments: list[dict[str, Any]] = [{}]
         for number, head in enumerate(self.heads.values()):
             where = write(folder / f"head-{number}", self.path, self.target, head, "plain")
-            arguments.append(engine_arguments(where, read_export(where), K))
+            arguments.append(engine_arguments(where, str(self.path), read_export(where), K))
         self.baseline, *runs = run_vllm(
             str(self.path),
             arguments,

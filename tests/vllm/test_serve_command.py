@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from spec_train.serving.contract import is_cpu_build, serve_command
-from spec_train.serving.export import export
+from spec_train.serving.export import export, read_export
 from spec_train.serving.processes import VLLM_ENVIRONMENT
 from tests.heads import random_eagle3
 from tests.tiny import tiny_model
@@ -51,7 +51,7 @@ def test_printed_command_serves(tmp_path: Path) -> None:
         golden=None,
         provenance={},
     )
-    command = serve_command(where, str(target), "eagle3", 3, "speculators", cpu=is_cpu_build())
+    command = serve_command(where, str(target), read_export(where), 3, cpu=is_cpu_build())
     assert command in (where / "README.md").read_text()
     port = free_port()
     words = shlex.split(command)
