@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # type, as recipes, checkpoints and exports spell it: module and class. Imported when needed: torch is slow to load.
 METHODS: dict[str, tuple[str, str]] = {
     "eagle3": ("spec_train.speculators.eagle3", "Eagle3"),
+    "mlp": ("spec_train.speculators.mlp", "Mlp"),
+    "medusa": ("spec_train.speculators.medusa", "Medusa"),
 }
 EMBEDDING = "embed_tokens.weight"  # EAGLE heads may ship a copy of the target's
 

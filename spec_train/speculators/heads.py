@@ -7,9 +7,10 @@ they are. Shape legend: see `base.py`; further r the width of the state that the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_train.errors import UserError
@@ -24,7 +25,9 @@ class DraftHeads(nn.Module, ABC):
     `d2t` int64 [D]: what to add to an index of the output heads to get the target id, 0 with a whole vocabulary.
     """
 
+    output_heads: ClassVar[str]  # the list that holds the output heads, by its name
     num_heads: int
+    shape: Any  # a dataclass of JSON-able fields, among them hidden_size and vocab_size of the target
     d2t: Tensor
 
     def __init__(self, num_heads: int, d2t_D: Tensor) -> None:
@@ -60,7 +63,7 @@ class DraftHeads(nn.Module, ABC):
         state, tokens = self.start(hidden_BH.to(self.output_head(0).dtype)), [token_B]
         for k in range(num_draft_tokens):
             state = self.step(state, tokens[-1], k)
-            index_B = (state[0] @ self.output_head(k).T).argmax(-1)
+            index_B = F.linear(state[0], self.output_head(k)).argmax(-1)
             tokens.append(index_B + self.d2t[index_B])
         return torch.stack(tokens[1:], dim=1)
 

@@ -48,6 +48,8 @@ class ResidualBlock(nn.Module):
 class MedusaHeads(DraftHeads):
     """logits_i = W_i block_i(h): every head reads the same state, and no token."""
 
+    output_heads = "lm_heads"
+
     def __init__(self, shape: MedusaShape, d2t_D: Tensor) -> None:
         super().__init__(shape.num_heads, d2t_D)
         self.shape = shape

@@ -6,6 +6,7 @@ Shape legend: see `base.py`; further r inner width, n heads.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +58,8 @@ class ScaleShiftNorm(nn.Module):
 class MlpHeads(DraftHeads):
     """s_{i+1} = act(norm_i(W_i s_i + a E_i[token])), logits_i = H_i s_{i+1}. Tied modules are held once."""
 
+    output_heads = "head"
+
     def __init__(self, shape: MlpShape, d2t_D: Tensor) -> None:
         super().__init__(shape.num_heads, d2t_D)
         self.shape = shape
@@ -88,6 +91,8 @@ class MlpHeads(DraftHeads):
 
 class LstmHeads(DraftHeads):
     """Arctic's sum_lstm cell: four gates in place of one projection, a cell state beside the state; always tied."""
+
+    output_heads = "head"
 
     def __init__(self, shape: MlpShape, d2t_D: Tensor) -> None:
         super().__init__(shape.num_heads, d2t_D)
@@ -213,6 +218,12 @@ def _width(value: Any, key: str) -> int:
     return int(text)
 
 
+def _ibm_name(name: str) -> str:
+    """IBM's name of a tensor; Arctic's sum_rnn wraps every part in a list of one layer. Unknown names stay."""
+    plain = name.removeprefix("speculator.")
+    return re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", plain)
+
+
 def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpHeads | LstmHeads:
     """The heads of an exported or published checkpoint, frozen, in float32 as the file has them or narrower.
 
@@ -220,7 +231,7 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Ml
     Raises UserError for missing, unknown, misshapen or contradictory tensors.
     """
     shape = served_shape(config)
-    plain = {name.removeprefix("speculator."): value for name, value in tensors.items()}
+    plain = {_ibm_name(name): value for name, value in tensors.items()}
     known = {**{name: _held_name(shape, name) for name in served_names(shape)}, "d2t": "d2t"}
     unknown = sorted(plain.keys() - known.keys())
     if unknown:

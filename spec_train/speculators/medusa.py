@@ -1,0 +1,97 @@
+"""Medusa-1 (Cai et al., 2024, arXiv:2401.10774): independent heads on the target's last state, the target frozen.
+
+Equations (h: the target's state after its final norm, head k of n, layers j of a head)
+
+    u^0 = h_p,   u^{j+1} = u^j + SiLU(W^r_{k,j} u^j + b_{k,j})
+    logits_k = W_k u                                                    drafts token p+2+k
+
+W^r and b start at zero and W_k at the target's output head, so every head starts as the target's own prediction.
+Heads read no token, hence what head 1 drafts knows nothing of what head 0 drafted. `shared_head` keeps one W for all.
+
+vLLM 0.32 has a loader of its own for these files (method medusa), later versions have none; our plugin reads them in
+every version. That loader takes separate output heads with the whole vocabulary, and a reduced vocabulary
+(`token_map`, absolute ids) with `shared_head` only.
+
+Shape legend: see `base.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from spec_train.recipe import PositiveInt
+from spec_train.speculators.base import ServingCheckpoint
+from spec_train.speculators.medusa_heads import MedusaHeads, MedusaShape, heads_from_serving, served_tensors
+from spec_train.speculators.multi_head import MultiHead, MultiHeadOptions
+from spec_train.target import TargetModel
+
+__all__ = ["Medusa", "MedusaOptions", "heads_from_serving"]
+
+
+class MedusaOptions(MultiHeadOptions):
+    """Medusa-1. `num_layers`: residual layers of each head; `shared_head`: one output head for all of them."""
+
+    type: Literal["medusa"]
+    num_layers: PositiveInt = 1
+    bias: bool = True
+    shared_head: bool = False
+
+
+class Medusa(MultiHead):
+    """The speculator; see `MultiHead` for how it trains and drafts."""
+
+    kind = "medusa"
+    method = "custom_class"
+    options = MedusaOptions
+    shape_class = MedusaShape
+    heads: MedusaHeads
+
+    @classmethod
+    def shape_of(cls, options: Any, target: TargetModel) -> MedusaShape:
+        """See `MultiHead.shape_of`."""
+        return MedusaShape(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_heads=options.num_heads,
+            num_layers=options.num_layers,
+            bias=options.bias,
+            shared_head=options.shared_head,
+        )
+
+    @staticmethod
+    def make_heads(shape: MedusaShape, d2t_D: Tensor) -> MedusaHeads:
+        """See `MultiHead.make_heads`."""
+        return MedusaHeads(shape, d2t_D)
+
+    @staticmethod
+    def read_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
+        """See `MultiHead.read_serving`."""
+        return heads_from_serving(config, tensors)
+
+    def initialise(self, target: TargetModel, generator: torch.Generator) -> None:
+        """Zero residual layers, output heads from the target. Nothing is drawn."""
+        for parameter in self.heads.blocks.parameters():
+            nn.init.zeros_(parameter)
+        for parameter in self.heads.lm_heads.parameters():
+            parameter.copy_(self.target_head_DH.float())
+
+    def serving(self) -> ServingCheckpoint:
+        """The config and names of vLLM's Medusa."""
+        shape = self.config.shape
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
+            "truncated_vocab_size": self.config.draft_vocab_size,
+            "num_heads": shape.num_heads,
+            "num_hidden_layers": shape.num_layers,
+            "medusa_fc_bias": shape.bias,
+            "original_lm_head": shape.shared_head,
+        }
+        tensors = served_tensors(self.heads)
+        plugin = "spec_train.serving.vllm_plugin.SpecTrainProposer"
+        return ServingCheckpoint(self.kind, self.method, config, tensors, plugin=plugin)

@@ -1,0 +1,288 @@
+"""What MLP speculators and Medusa share: one head for each draft token, all started from one state of the target.
+
+Head k (0-based) starts from the target's state after its final norm at position p, may read the tokens up to p+1+k,
+and drafts the token at p+2+k. A method adds its heads (see `heads.py`), how they are initialised and how they are
+served. Nothing is cached: a draft needs the last verified state and the last token only.
+
+Two stages, as IBM trains: a run on ground-truth text (responses.mode keep, speculator.loss ce), then one on the
+target's own answers with `init_from` naming the checkpoint or export of the first.
+
+Shape legend: see `base.py`; further Q query positions, r the width that the output heads read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spec_train.batch import Batch, FeatureSpec
+from spec_train.errors import UserError
+from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
+from spec_train.speculators import export_tensors, read_json
+from spec_train.speculators.base import Chooser, Committed, LossOutput, Proposal, ResponseHits, Speculator
+from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
+from spec_train.speculators.heads import DraftHeads, check_depth, load_strictly
+from spec_train.speculators.supervision import Queries, supervised_queries
+from spec_train.target import TargetModel
+
+
+class MultiHeadOptions(SpeculatorOptions):
+    """`draft_vocab_size` null keeps the target's vocabulary; `init_from`: a checkpoint or export to start from."""
+
+    num_heads: PositiveInt = 3
+    step_decay: Probability = 0.8
+    draft_vocab_size: PositiveInt | None = None
+    loss: Literal["ce", "kl", "lk"] = "kl"
+    lk_eta: float = Field(default=3.0, gt=0)
+    init_from: str | None = None
+
+    def vocab_limit(self) -> int | None:
+        """See `SpeculatorOptions.vocab_limit`."""
+        return self.draft_vocab_size
+
+    def max_draft_tokens(self) -> int | None:
+        """See `SpeculatorOptions.max_draft_tokens`."""
+        return self.num_heads
+
+
+@dataclass(frozen=True)
+class MultiHeadConfig:
+    """Geometry of the heads and what they are trained with; saved beside every checkpoint."""
+
+    shape: Any
+    draft_vocab_size: int
+    step_decay: float = 0.8
+    loss: Literal["ce", "kl", "lk"] = "kl"
+    lk_eta: float = 3.0
+
+
+@dataclass
+class _State:
+    """Drafting state: the target's state that produced the last token, and that token."""
+
+    hidden_BH: Tensor
+    token_B: Tensor
+
+
+class MultiHead(Speculator):
+    """Trained: the heads. Borrowed from the target: rows of its output head, to learn from."""
+
+    shape_class: ClassVar[type]
+
+    def __init__(self, config: MultiHeadConfig, heads: DraftHeads) -> None:
+        super().__init__()
+        self.config, self.heads = config, heads
+        self.num_depths = self.max_draft_tokens = heads.num_heads
+        self.feature_spec = FeatureSpec((), last_hidden=True)
+        ids = heads.draft_ids_D
+        # Looked up by target id: the index in the draft vocabulary, -1 outside.
+        index = torch.full((config.shape.vocab_size,), -1, dtype=torch.long)
+        index[ids] = torch.arange(len(ids))
+        self.draft_index_V: Tensor
+        self.target_head_DH: Tensor
+        self.register_buffer("draft_index_V", index, persistent=False)
+        self.register_buffer("target_head_DH", torch.empty(0), persistent=False)
+
+    # ------------------------------------------------------------------ what a method adds
+    @classmethod
+    @abstractmethod
+    def shape_of(cls, options: Any, target: TargetModel) -> Any:
+        """The heads' geometry. Raises UserError for options that make no heads."""
+
+    @staticmethod
+    @abstractmethod
+    def make_heads(shape: Any, d2t_D: Tensor) -> DraftHeads:
+        """Heads of a geometry, not yet initialised."""
+
+    @staticmethod
+    @abstractmethod
+    def read_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHeads:
+        """The heads of an exported or published checkpoint. Raises UserError."""
+
+    @abstractmethod
+    def initialise(self, target: TargetModel, generator: torch.Generator) -> None:
+        """Fill the heads' weights in place. Called without gradients."""
+
+    # ------------------------------------------------------------------ construction
+    @classmethod
+    def required_features(cls, options: Any, target: TargetModel) -> FeatureSpec:
+        """See `Speculator.required_features`: the state after the final norm."""
+        return FeatureSpec((), last_hidden=True)
+
+    @classmethod
+    def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Self:
+        """See `Speculator.from_recipe`. Raises UserError where `init_from` does not go with the other options."""
+        shape = cls.shape_of(options, target)
+        config = MultiHeadConfig(shape, len(draft_ids_D), options.step_decay, options.loss, options.lk_eta)
+        speculator = cls(config, cls.make_heads(shape, draft_ids_D - torch.arange(len(draft_ids_D))))
+        speculator.borrow(target)
+        with torch.no_grad():
+            speculator.initialise(target, torch.Generator().manual_seed(seed))
+            if options.init_from is not None:
+                speculator.start_from(cls.earlier_heads(Path(options.init_from)), options.init_from)
+        return speculator
+
+    @classmethod
+    def earlier_heads(cls, path: Path) -> DraftHeads:
+        """The heads of a training checkpoint or an export, in the precision of the file. Raises UserError."""
+        if (path / "speculator.json").is_file():
+            saved = read_json(path / "speculator.json")
+            if saved["type"] != cls.kind:
+                raise UserError(
+                    f"speculator.init_from {path} holds a speculator of type {saved['type']}, not {cls.kind}"
+                )
+            return cls._checkpoint_heads(path, saved["config"])
+        if (path / "config.json").is_file():
+            return cls.read_serving(read_json(path / "config.json"), export_tensors(path))
+        raise UserError(f"speculator.init_from {path}: give the folder of a checkpoint (step-N) or of an export")
+
+    @classmethod
+    def _checkpoint_heads(cls, checkpoint: Path, saved: dict[str, Any]) -> DraftHeads:
+        tensors = load_file(checkpoint / "model.safetensors")
+        held = {name.removeprefix("heads."): value for name, value in tensors.items()}
+        heads = cls.make_heads(cls.shape_class(**saved["shape"]), held["d2t"])
+        load_strictly(heads, held, str(checkpoint))
+        return heads
+
+    def start_from(self, earlier: DraftHeads, path: str) -> None:
+        """Take over the weights of `earlier`; of its output heads the rows of tokens that this vocabulary has too.
+
+        Raises UserError for heads of another geometry.
+        """
+        own, theirs = asdict(self.config.shape), asdict(earlier.shape)
+        differing = [f"{key} {theirs[key]} (here {own[key]})" for key in own if own[key] != theirs[key]]
+        if differing:
+            raise UserError(f"speculator.init_from {path} has {', '.join(differing)}; the stages must agree")
+        place_V = torch.full((self.config.shape.vocab_size,), -1, dtype=torch.long)
+        place_V[earlier.draft_ids_D] = torch.arange(len(earlier.d2t))
+        place_D = place_V[self.heads.draft_ids_D]
+        weights = dict(earlier.named_parameters())
+        for name, parameter in self.heads.named_parameters():
+            if name.startswith(f"{self.heads.output_heads}."):
+                parameter[place_D >= 0] = weights[name][place_D[place_D >= 0]].float()
+            else:
+                parameter.copy_(weights[name])
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
+        """See `Speculator.from_checkpoint`."""
+        heads = cls._checkpoint_heads(checkpoint, saved)
+        return cls._frozen(MultiHeadConfig(**{**saved, "shape": heads.shape}), heads, target, str(checkpoint))
+
+    @classmethod
+    def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Self:
+        """See `Speculator.from_serving`; published checkpoints of other tools are read too."""
+        heads = cls.read_serving(config, tensors)
+        return cls._frozen(MultiHeadConfig(heads.shape, len(heads.d2t)), heads, target, "the checkpoint")
+
+    @classmethod
+    def _frozen(cls, config: MultiHeadConfig, heads: DraftHeads, target: TargetModel, where: str) -> Self:
+        shape = config.shape
+        if (shape.vocab_size, shape.hidden_size) != (target.vocab_size, target.hidden_size):
+            raise UserError(
+                f"{where}: made for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}; "
+                f"{target.name} has {target.vocab_size} and {target.hidden_size}"
+            )
+        speculator = cls(config, heads)
+        speculator.to(target.device, target.dtype).borrow(target)
+        return speculator.eval().requires_grad_(False)
+
+    def borrow(self, target: TargetModel) -> None:
+        """Take the rows of the target's output head for the draft vocabulary, frozen."""
+        self._target = (target,)  # in a tuple: the target must not become a submodule
+        rows = target.lm_head.weight.detach()[self.heads.draft_ids_D.to(target.device)]
+        self.target_head_DH = rows.to(self.heads.d2t.device)
+
+    # ------------------------------------------------------------------ training pass
+    def unroll(self, batch: Batch, queries: Queries, depths: int) -> Iterator[Tensor]:
+        """States [B, Q, r] that the output head of each depth reads; every depth is fed the text's own tokens."""
+        assert batch.last_hidden_BTH is not None
+        check_depth(depths, self.heads.num_heads)
+        ids, index = batch.input_ids_BT, queries.index_BQ
+        rows = torch.arange(ids.shape[0], device=ids.device)[:, None]
+        hidden = batch.last_hidden_BTH[rows, index]
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(self.heads.output_head(0).dtype)
+        state = self.heads.start(hidden)
+        for k in range(depths):
+            state = self.heads.step(state, ids[rows, (index + 1 + k).clamp(max=ids.shape[1] - 1)], k)
+            yield state[0]
+
+    def supervised_counts(self, batch: Batch) -> Tensor:
+        """See `Speculator.supervised_counts`."""
+        return supervised_queries(batch, self.num_depths).weight_BQK.double().sum((0, 1))
+
+    def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
+        """Sum over heads of decay^k * (weighted mean of the head loss). Metrics by depth: depth_loss, alpha, hit."""
+        queries = supervised_queries(batch, self.num_depths)
+        return chain_loss(
+            batch,
+            queries,
+            self.unroll(batch, queries, self.num_depths),
+            self.heads.output_head,
+            distributions=target_distributions(batch, queries, self.target_head_DH, self._target[0]),
+            draft_index_V=self.draft_index_V,
+            depth_weight_K=depth_weights(self.config.step_decay, normalizer),
+            kind=self.config.loss,
+            eta=self.config.lk_eta,
+        )
+
+    @torch.no_grad()
+    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+        """See `Speculator.draft_hits`. Raises UserError for more tokens than there are heads."""
+        queries = supervised_queries(batch, num_draft_tokens)
+        states = enumerate(self.unroll(batch, queries, num_draft_tokens))
+        return chain_hits(batch, queries, (self._drafted(state_BQr, k) for k, state_BQr in states))
+
+    def _drafted(self, state_BQr: Tensor, k: int) -> Tensor:
+        """Greedy drafts of head k in target ids [B, Q], a row of the batch at a time: logits are wide."""
+        weight = self.heads.output_head(k)
+        best_BQ = torch.stack([F.linear(row, weight).argmax(-1) for row in state_BQr.unbind()])
+        return best_BQ + self.heads.d2t[best_BQ]
+
+    # ------------------------------------------------------------------ decoding
+    @torch.no_grad()
+    def begin(self, prompts: list[list[int]], max_length: int) -> _State:
+        """See `Proposer.begin`."""
+        weight = self.heads.output_head(0)
+        hidden = torch.zeros(len(prompts), self.config.shape.hidden_size, dtype=weight.dtype, device=weight.device)
+        return _State(hidden, torch.zeros(len(prompts), dtype=torch.long, device=weight.device))
+
+    @torch.no_grad()
+    def commit(self, state: _State, committed: Committed) -> None:
+        """See `Proposer.commit`: only the last verified position matters."""
+        assert committed.features.last_hidden is not None
+        rows, last = torch.arange(len(committed.count_B), device=committed.count_B.device), committed.count_B - 1
+        state.hidden_BH = committed.features.last_hidden[rows, last].to(self.heads.output_head(0).dtype)
+        state.token_B = committed.token_BS[rows, last]
+
+    @torch.no_grad()
+    def propose(self, state: _State, num_draft_tokens: int, choose: Chooser) -> Proposal:
+        """See `Proposer.propose`. Raises UserError for more tokens than there are heads."""
+        check_depth(num_draft_tokens, self.heads.num_heads)
+        running, token_B = self.heads.start(state.hidden_BH), state.token_B
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for k in range(num_draft_tokens):
+            running = self.heads.step(running, token_B, k)
+            index_B, probs_BD = choose(F.linear(running[0], self.heads.output_head(k)))
+            token_B = index_B + self.heads.d2t[index_B]
+            tokens.append(token_B)
+            if probs_BD is not None:
+                law = probs_BD.new_zeros(probs_BD.shape[0], self.config.shape.vocab_size)
+                laws.append(law.index_copy_(1, self.heads.draft_ids_D, probs_BD))
+        count = torch.full_like(token_B, num_draft_tokens)
+        return Proposal(torch.stack(tokens, 1), count, torch.stack(laws, 1) if laws else None)
+
+    def select(self, state: _State, rows: Tensor) -> _State:
+        """See `Proposer.select`."""
+        return _State(state.hidden_BH[rows], state.token_B[rows])
