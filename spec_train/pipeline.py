@@ -97,13 +97,13 @@ def show_results(run: Run) -> None:
     console = Console() if Console().is_terminal else Console(width=140)
     files = [run.directory / "eval" / name for name in read_manifest(run.directory / "eval")["outputs"]["results"]]
     results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    order = {"ngram": 0}
-    results.sort(key=lambda r: (r["suite"], r["temperature"], order.get(r["method"], 1), r["num_draft_tokens"]))
+    order = {name: place for place, name in enumerate(dict.fromkeys(r["type"] for r in results))}
+    results.sort(key=lambda r: (r["suite"], r["temperature"], order[r["type"]], r["num_draft_tokens"]))
     console.print(result_table(results, title=f"{run.target_name} on {results[0]['device']}, {results[0]['dtype']}"))
     for result in results:
-        if result["speed"] and result["method"] != "ngram":
+        if result["speed"] and result["type"] == run.recipe.speculator.type:
             text = explain_speed(result["speed"], result["speed"]["tokens_per_step"], result["num_draft_tokens"])
-            console.print(f"{result['method']} K={result['num_draft_tokens']}: {text}", markup=False)
+            console.print(f"{result['type']} K={result['num_draft_tokens']}: {text}", markup=False)
     if is_finished(run.directory / "verify"):
         for status in read_manifest(run.directory / "verify")["outputs"]["reports"]:
             console.print(f"vLLM: {status}", markup=False)
@@ -121,7 +121,7 @@ def inspect_rows(recipe: Recipe, n: int) -> tuple[list[dict[str, Any]], int, dic
     from spec_train.data.chat import inspect_rows as rows_of
 
     run = Run(recipe)
-    finished = run.directory / "responses" / "train.jsonl"
+    finished = run.stage_directory("responses") / "train.jsonl"
     if is_finished(finished.parent):
         documents = read_documents(finished)
         dropped = dict(read_manifest(finished.parent)["counts"]["dropped"])
@@ -165,7 +165,13 @@ def evaluate_checkpoint(
 
     from spec_train.data.chat import load_tokenizer
     from spec_train.decoding.sampling import Sampling
-    from spec_train.evaluation.evaluate import EvalSettings, evaluate_suite, render_suite
+    from spec_train.evaluation.evaluate import (
+        EvalSettings,
+        evaluate_suite,
+        ngram_contender,
+        render_suite,
+        speculator_contender,
+    )
     from spec_train.speculators import load_speculator, recorded_prompt
     from spec_train.target import TargetModel
 
@@ -175,22 +181,17 @@ def evaluate_checkpoint(
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(path)).first(max_prompts)
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
-    head = None if checkpoint == "ngram" else load_speculator(path, model)
+    if checkpoint == "ngram":
+        contender = ngram_contender(2, 4, num_draft_tokens)
+    else:
+        contender = speculator_contender(load_speculator(path, model), checkpoint, num_draft_tokens)
+    if len(contender.num_draft_tokens) < len(num_draft_tokens):
+        raise UserError(f"{checkpoint}: drafts at most {max(contender.num_draft_tokens, default=0)} tokens at a time")
     results = []
     for value in temperature:
         sampling = Sampling(value, top_k, top_p, draft_sample_method, seed)
         settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
-        results += evaluate_suite(
-            model,
-            head,
-            prompts,
-            settings,
-            num_draft_tokens,
-            baselines=["ngram"] if head is None else [],
-            ngram=(2, 4),
-            speculator_name=checkpoint,
-            target_name=target,
-        )
+        results += evaluate_suite(model, [contender], prompts, settings, target_name=target)
     return results
 
 

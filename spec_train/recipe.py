@@ -36,10 +36,12 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Name, place and seed of a run."""
+    """Name, place and seed of a run. Prompts, responses and features live in `data_dir` (null: `output_dir`); runs that
+    name the same one share them."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output_dir: str = Field(default_factory=lambda fields: f"runs/{fields.get('name')}")
+    data_dir: str | None = None
     seed: int = Field(default=0, ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -129,11 +131,13 @@ class ResponsesSection(Section):
 
 
 class FeaturesSection(Section):
-    """Where hidden states come from: the target in the training process, or a store on disk."""
+    """Where hidden states come from: the target in the training process, or a store on disk. `aux_layer_ids`: layers
+    to store (null: those that the speculator reads); a wider choice serves several methods."""
 
     mode: Literal["online", "offline"] = "online"
     dtype: Dtype = "bfloat16"
     capture: bool = True
+    aux_layer_ids: list[Annotated[int, Field(ge=0)]] | None = None
 
 
 class SpeculatorOptions(Section):
@@ -148,6 +152,10 @@ class SpeculatorOptions(Section):
     def feature_options(self) -> dict[str, Any]:
         """The options that decide which hidden states are read."""
         return {}
+
+    def start_is_baseline(self) -> bool:
+        """Whether evaluation shows the untrained start beside the result, because it is a draft in its own right."""
+        return False
 
     def max_draft_tokens(self) -> int | None:
         """The deepest draft that the method can make; None where it drafts on and on."""
@@ -200,7 +208,7 @@ class EvalSection(Section):
     max_new_tokens: PositiveInt | None = None
     max_prompts: PositiveInt | None = None
     batch_size: PositiveInt = 16
-    baselines: list[Literal["ngram"]] = ["ngram"]
+    baselines: list[Literal["ngram", "untrained"]] = ["ngram"]
     ngram_min: PositiveInt = 2
     ngram_max: PositiveInt = 4
     ngram_num_draft_tokens: list[PositiveInt] | None = Field(default=None, min_length=1)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spec_train.target import TargetModel
 
 SAMPLED_BYTES = 1 << 16
+DATA_STAGES = ("prompts", "responses", "features")
 
 
 @dataclass
@@ -34,6 +35,11 @@ class Run:
     def directory(self) -> Path:
         """Where the stages live."""
         return Path(self.recipe.run.output_dir)
+
+    def stage_directory(self, name: str) -> Path:
+        """Where a stage lives; those that make data may be shared with other runs."""
+        shared = self.recipe.run.data_dir if name in DATA_STAGES else None
+        return (Path(shared) if shared else self.directory) / name
 
     @property
     def is_main(self) -> bool:
@@ -123,15 +129,16 @@ class Run:
     # ------------------------------------------------------------------ stages
     def stage(self, name: str, inputs: dict[str, Any]) -> Stage:
         """The stage's directory with everything its result depends on."""
-        return Stage(self.directory / name, name, inputs)
+        return Stage(self.stage_directory(name), name, inputs)
 
     def made_from(self, name: str) -> str:
         """The hash of a finished stage's inputs; every later stage depends on it."""
-        digest: str = read_manifest(self.directory / name)["inputs_sha256"]
+        digest: str = read_manifest(self.stage_directory(name))["inputs_sha256"]
         return digest
 
     def save_recipe(self, stage_directory: Path) -> None:
         """The resolved recipe beside the artefacts of the stage that is being made, and in the run's directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
         for directory in (stage_directory, self.directory):
             atomic_write_text(directory / "recipe.yaml", dump_recipe(self.recipe))
 

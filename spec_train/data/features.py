@@ -1,9 +1,9 @@
 """The store of hidden states on disk: sharded safetensors, one index, resumable, checked when opened.
 
-A shard holds whole documents, three tensors each under the document's id: `<id>/aux_hidden` [t, A*H],
-`<id>/last_hidden` [t, H], `<id>/target_lse` [t], with t = tokens - 1 (nothing is predicted from the last token), and
-`<id>/input_ids` [t + 1], by which states and documents are matched. `index.json` lists what is complete: a shard that
-it does not name, or whose size differs, does not exist.
+A shard holds whole documents, under the document's id: `<id>/aux_hidden` [t, A*H] (absent where no aux layer is
+stored), `<id>/last_hidden` [t, H], `<id>/target_lse` [t], with t = tokens - 1 (nothing is predicted from the last
+token), and `<id>/input_ids` [t + 1], by which states and documents are matched. `index.json` lists what is complete: a
+shard that it does not name, or whose size differs, does not exist.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class FeatureStore:
             tensors[f"{document.id}/input_ids"] = torch.tensor(document.input_ids, dtype=torch.int32)
             for field in ("aux_hidden", "last_hidden", "target_lse"):
                 value = getattr(states, field)
+                if field == "aux_hidden" and not self.header.aux_layer_ids:
+                    continue
                 if value is None or len(value) != len(document.input_ids) - 1:
                     raise ValueError(f"{field} of {document.id}: {value if value is None else len(value)} positions")
                 tensors[f"{document.id}/{field}"] = value.contiguous()
@@ -111,12 +113,16 @@ class FeatureStore:
         self._place.update(dict.fromkeys(ids, file))
         atomic_write_json(self.directory / INDEX, {"header": asdict(self.header), "shards": self._shards})
 
-    def read(self, document_id: str) -> DocumentFeatures:
-        """The states of a document. Raises UserError where they are not there."""
+    def read(self, document_id: str, aux_layer_ids: tuple[int, ...]) -> DocumentFeatures:
+        """The states of a document, of the stored aux layers those that are asked for. Raises UserError where the
+        document is not there."""
         shard = self._shard(document_id)
-        return DocumentFeatures(
-            *(shard.get_tensor(f"{document_id}/{f}") for f in ("aux_hidden", "last_hidden", "target_lse"))
-        )
+        aux = shard.get_tensor(f"{document_id}/aux_hidden") if aux_layer_ids else None
+        if aux is not None and aux_layer_ids != self.header.aux_layer_ids:
+            parts = dict(zip(self.header.aux_layer_ids, aux.split(self.header.hidden_size, dim=-1), strict=True))
+            aux = torch.cat([parts[layer] for layer in aux_layer_ids], dim=-1)
+        last, lse = (shard.get_tensor(f"{document_id}/{field}") for field in ("last_hidden", "target_lse"))
+        return DocumentFeatures(aux, last, lse)
 
     def holds(self, document: Document) -> bool:
         """Whether the states stored under this id are those of these very tokens."""
@@ -135,10 +141,11 @@ class FeatureStore:
 
 
 class FeatureReader:
-    """Several stores as one; the first that holds a document gives it."""
+    """Several stores as one; the first that holds a document gives it. `aux_layer_ids`: what the reader needs of the
+    layers that the stores hold."""
 
-    def __init__(self, stores: Sequence[FeatureStore]) -> None:
-        self.stores = stores
+    def __init__(self, stores: Sequence[FeatureStore], aux_layer_ids: tuple[int, ...]) -> None:
+        self.stores, self.aux_layer_ids = stores, aux_layer_ids
 
     def missing(self, documents: Sequence[Document]) -> list[Document]:
         """Documents whose own states no store holds: absent, or stored for other tokens."""
@@ -148,8 +155,8 @@ class FeatureReader:
         """See `FeatureStore.read`."""
         for store in self.stores:
             if document_id in store:
-                return store.read(document_id)
-        return self.stores[-1].read(document_id)
+                return store.read(document_id, self.aux_layer_ids)
+        return self.stores[-1].read(document_id, self.aux_layer_ids)
 
 
 def check_disk(directory: Path, header: StoreHeader, tokens: int) -> int:

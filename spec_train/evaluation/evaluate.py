@@ -57,6 +57,18 @@ class EvalSettings:
 
 
 @dataclass(frozen=True)
+class Contender:
+    """A proposer to measure: `kind` our name of the method, `name` which one it is, `method` vLLM's name where that is
+    another."""
+
+    kind: str
+    name: str
+    proposer: Proposer
+    num_draft_tokens: tuple[int, ...]
+    method: str = ""
+
+
+@dataclass(frozen=True)
 class Reference:
     """Plain decoding of a suite: its text, and its speed one request at a time."""
 
@@ -81,14 +93,12 @@ def decode_reference(target: TargetModel, suite: Suite, settings: EvalSettings) 
 
 def evaluate(
     target: TargetModel,
-    proposer: Proposer,
+    contender: Contender,
     suite: Suite,
     reference: Reference,
     settings: EvalSettings,
     num_draft_tokens: int,
     *,
-    method: str,
-    speculator_name: str,
     target_name: str,
     estimate: Callable[[int], dict[str, float]] | None = None,
 ) -> tuple[dict[str, Any], DecodeTrace]:
@@ -99,7 +109,8 @@ def evaluate(
         "max_new_tokens": settings.max_new_tokens,
     }
     total = len(suite.prompts) * settings.max_new_tokens
-    with progress(f"{suite.name}: {method} K={num_draft_tokens}", total) as advance:
+    proposer = contender.proposer
+    with progress(f"{suite.name}: {contender.kind} K={num_draft_tokens}", total) as advance:
         trace = speculative_decode(
             target, proposer, suite.prompts, batch_size=settings.batch_size, ids=suite.ids, categories=suite.categories,
             on_progress=advance, **common,
@@ -115,8 +126,9 @@ def evaluate(
     result = summarise(
         trace,
         target=target_name,
-        speculator=speculator_name,
-        method=method,
+        speculator=contender.name,
+        kind=contender.kind,
+        method=contender.method or contender.kind,
         suite=suite.name,
         device=_device_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -158,33 +170,41 @@ def estimator(
     return estimate
 
 
+def ngram_contender(min_n: int, max_n: int, num_draft_tokens: Sequence[int]) -> Contender:
+    """Prompt lookup, the baseline that costs nothing to train."""
+    name = f"prompt lookup n={min_n}..{max_n}"
+    return Contender("ngram", name, NgramProposer(min_n, max_n), tuple(num_draft_tokens))
+
+
+def speculator_contender(
+    speculator: Speculator, name: str, num_draft_tokens: Sequence[int], kind: str | None = None
+) -> Contender:
+    """A speculator at every K that it can draft. `kind`: what results call it, its own kind by default."""
+    deepest = speculator.max_draft_tokens or max(num_draft_tokens)
+    return Contender(
+        kind or speculator.kind, name, speculator, tuple(k for k in num_draft_tokens if k <= deepest), speculator.method
+    )
+
+
 def evaluate_suite(
     target: TargetModel,
-    speculator: Speculator | None,
+    contenders: Sequence[Contender],
     suite: Suite,
     settings: EvalSettings,
-    num_draft_tokens: list[int],
     *,
-    baselines: list[str],
-    ngram: tuple[int, int],
-    ngram_num_draft_tokens: list[int] | None = None,
-    speculator_name: str,
     target_name: str,
     directory: Path | None = None,
+    reference: Reference | None = None,
 ) -> list[dict[str, Any]]:
-    """Every method at every K on one suite. Results are written as they come, and read back after an interruption."""
-    proposers: list[tuple[str, str, Proposer, list[int]]] = []
-    if "ngram" in baselines:
-        name = f"prompt lookup n={ngram[0]}..{ngram[1]}"
-        proposers.append(("ngram", name, NgramProposer(*ngram), ngram_num_draft_tokens or num_draft_tokens))
-    if speculator is not None:
-        proposers.append((speculator.method, speculator_name, speculator, num_draft_tokens))
-    results, reference, estimate = [], None, None
-    for method, name, proposer, depths in proposers:
-        for k in depths:
+    """Every contender at every K on one suite. Results are written as they come, and read back after an interruption.
+    `reference`: plain decoding of this very suite, where it is at hand."""
+    results = []
+    for contender in contenders:
+        estimate = None
+        for k in contender.num_draft_tokens:
             key = {
                 "suite": suite.name,
-                "method": method,
+                "type": contender.kind,
                 "num_draft_tokens": k,
                 "temperature": settings.sampling.temperature,
                 "draft_sample_method": settings.sampling.draft_sample_method,
@@ -193,21 +213,12 @@ def evaluate_suite(
             if done is not None and done.is_file():
                 results.append(json.loads(done.read_text(encoding="utf-8")))
                 continue
-            if reference is None:
-                reference = decode_reference(target, suite, settings)
+            reference = reference or decode_reference(target, suite, settings)
+            proposer = contender.proposer
             if isinstance(proposer, Speculator) and settings.sampling.greedy and estimate is None:
-                estimate = estimator(target, proposer, reference.trace, max(num_draft_tokens))
+                estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
             result, _ = evaluate(
-                target,
-                proposer,
-                suite,
-                reference,
-                settings,
-                k,
-                method=method,
-                speculator_name=name,
-                target_name=target_name,
-                estimate=estimate if isinstance(proposer, Speculator) else None,
+                target, contender, suite, reference, settings, k, target_name=target_name, estimate=estimate
             )
             results.append(result)
             if directory is not None:

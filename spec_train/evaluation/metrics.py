@@ -31,6 +31,7 @@ def summarise(
     *,
     target: str,
     speculator: str,
+    kind: str,
     method: str,
     suite: str,
     device: str,
@@ -42,7 +43,8 @@ def summarise(
     estimate: dict[str, Any] | None = None,
     versions: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The result of one evaluation, ready for JSON. `method` is vLLM's name ("eagle3", "ngram") or "plain".
+    """The result of one evaluation, ready for JSON. `kind` is our name of the method ("draft_lm", "ngram") or
+    "plain", `method` vLLM's ("draft_model").
 
     `lossless` from compare_lossless (None where the law is sampled), `speed` from speed_summary, `estimate` from
     training.acceptance. Rates without a single round to count are 0.0, the acceptance length is then 1.0.
@@ -54,6 +56,7 @@ def summarise(
     return {
         "target": target,
         "speculator": speculator,
+        "type": kind,
         "method": method,
         "suite": suite,
         "backend": backend,

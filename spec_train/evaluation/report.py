@@ -64,10 +64,11 @@ def write_results(directory: Path, results: Sequence[dict[str, Any]]) -> list[Pa
 
 
 def result_name(result: dict[str, Any]) -> str:
-    """`<suite>-<method>-k<K>-t<T>[-probabilistic].json`; a suite given as a path counts by its stem."""
+    """`<suite>-<type>-k<K>-t<T>[-probabilistic].json`; a suite given as a path counts by its stem."""
     suite = Path(result["suite"]).stem
     drafts = "-probabilistic" if result["draft_sample_method"] == "probabilistic" else ""
-    return f"{suite}-{result['method']}-k{result['num_draft_tokens']}-t{result['temperature']:g}{drafts}.json"
+    kind = result["type"].replace(" ", "_")
+    return f"{suite}-{kind}-k{result['num_draft_tokens']}-t{result['temperature']:g}{drafts}.json"
 
 
 def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -77,19 +78,19 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     for suite, temperature in order:
         group = [r for r in results if (r["suite"], r["temperature"]) == (suite, temperature)]
         with_speed = next((r for r in group if r.get("speed")), None)
-        if not any(r["method"] == "plain" for r in group) and with_speed:
+        if not any(r["type"] == "plain" for r in group) and with_speed:
             rows.append(_plain_row(with_speed))
-        rows += [_row(result) for result in sorted(group, key=lambda r: bool(r["method"] != "plain"))]
+        rows += [_row(result) for result in sorted(group, key=lambda r: bool(r["type"] != "plain"))]
     return rows
 
 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
     low, high = result["mean_acceptance_length_ci95"]
     lossless, speed, estimate = result["lossless"], result["speed"], result["estimate"]
-    plain = result["method"] == "plain"
+    plain = result["type"] == "plain"
     return (
         Path(result["suite"]).stem,
-        result["method"],
+        result["type"],
         ABSENT if plain else str(result["num_draft_tokens"]),
         f"{result['temperature']:g}",
         "1.00" if plain else f"{result['tokens_per_step']:.2f}",

@@ -26,7 +26,7 @@ def make_stage(run: Run, name: str, inputs: dict[str, Any], force: bool, work: W
             work(stage)
         return
     console = Console(stderr=True)
-    with run_lock(run.directory):
+    with run_lock(stage.directory.parent):
         if force:
             stage.discard()
         needed = not stage.is_current()
@@ -62,4 +62,4 @@ def is_finished(directory: Path) -> bool:
 
 def documents_of(run: Run, split: str) -> list[Document]:
     """The documents of the responses stage; `split` is train or held_out."""
-    return read_documents(run.directory / "responses" / f"{split}.jsonl")
+    return read_documents(run.stage_directory("responses") / f"{split}.jsonl")

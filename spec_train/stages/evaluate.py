@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
-from spec_train.evaluation.evaluate import EvalSettings, Suite, evaluate_suite, render_suite
+from spec_train.evaluation.evaluate import (
+    Contender,
+    EvalSettings,
+    Suite,
+    evaluate_suite,
+    ngram_contender,
+    render_suite,
+    speculator_contender,
+)
+from spec_train.evaluation.report import result_name
 from spec_train.manifest import Stage, read_manifest
 from spec_train.run import Run
 from spec_train.speculators import load_speculator
 from spec_train.stages.common import documents_of, make_stage
+from spec_train.stages.train import new_speculator
+from spec_train.target import TargetModel
 
 
 def best_checkpoint(run: Run) -> Path:
@@ -19,7 +31,7 @@ def best_checkpoint(run: Run) -> Path:
     return Path(read_manifest(run.directory / "train")["outputs"]["best_checkpoint"])
 
 
-def _suite(run: Run, name: str) -> Suite:
+def suite_of(run: Run, name: str) -> Suite:
     """A suite's prompts, rendered as the run renders its own."""
     if name == "held_out":
         documents = [document for document in documents_of(run, "held_out") if document.spans[0][0] > 0]
@@ -32,7 +44,7 @@ def _suite(run: Run, name: str) -> Suite:
     return suite.first(run.recipe.eval.max_prompts)
 
 
-def _settings(run: Run, temperature: float) -> EvalSettings:
+def eval_settings(run: Run, temperature: float) -> EvalSettings:
     section = run.recipe.eval
     sampling = Sampling(temperature, section.top_k, section.top_p, section.draft_sample_method, run.recipe.run.seed)
     max_new_tokens = section.max_new_tokens or run.recipe.responses.max_new_tokens
@@ -46,6 +58,28 @@ def _settings(run: Run, temperature: float) -> EvalSettings:
     )
 
 
+def contenders_of(run: Run, target: TargetModel) -> list[Contender]:
+    """What the run measures: its baselines, the untrained start where the method wants it shown, the result."""
+    section = run.recipe.eval
+    contenders = []
+    if "ngram" in section.baselines:
+        depths = section.ngram_num_draft_tokens or section.num_draft_tokens
+        contenders.append(ngram_contender(section.ngram_min, section.ngram_max, depths))
+    checkpoint = best_checkpoint(run)
+    if run.recipe.speculator.start_is_baseline() or "untrained" in section.baselines:
+        contenders.append(start_contender(run, target, section.num_draft_tokens))
+    trained = load_speculator(checkpoint, target)
+    return [*contenders, speculator_contender(trained, str(checkpoint), section.num_draft_tokens)]
+
+
+def start_contender(run: Run, target: TargetModel, num_draft_tokens: Sequence[int]) -> Contender:
+    """The speculator as training found it."""
+    start, _ = new_speculator(run, documents_of(run, "train"), documents_of(run, "held_out"))
+    start.to(target.device, target.dtype).eval().requires_grad_(False)
+    kind = f"{run.recipe.speculator.type} untrained"
+    return speculator_contender(start, "as training found it", num_draft_tokens, kind)
+
+
 def evaluate(run: Run, force: bool) -> None:
     """Make the stage where needed; finished results of an interrupted one are kept."""
     recipe = run.recipe
@@ -56,26 +90,21 @@ def evaluate(run: Run, force: bool) -> None:
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
-        checkpoint = best_checkpoint(run)
         target = run.target()
-        head = load_speculator(checkpoint, target)
+        contenders = contenders_of(run, target)
         results: list[dict[str, Any]] = []
         for name in recipe.eval.suites:
-            suite = _suite(run, name)
+            suite = suite_of(run, name)
             for temperature in recipe.eval.temperature:
                 results += evaluate_suite(
                     target,
-                    head,
+                    contenders,
                     suite,
-                    _settings(run, temperature),
-                    list(recipe.eval.num_draft_tokens),
-                    baselines=list(recipe.eval.baselines),
-                    ngram=(recipe.eval.ngram_min, recipe.eval.ngram_max),
-                    ngram_num_draft_tokens=recipe.eval.ngram_num_draft_tokens,
-                    speculator_name=str(checkpoint),
+                    eval_settings(run, temperature),
                     target_name=run.target_name,
                     directory=stage.directory,
                 )
-        return {"results": [str(p.name) for p in sorted(stage.directory.glob("*-k*.json"))]}, {"results": len(results)}
+        names = dict.fromkeys(result_name(result) for result in results)
+        return {"results": list(names)}, {"results": len(results)}
 
     make_stage(run, "eval", inputs, force, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spec_train.data.documents import Document
@@ -24,6 +25,17 @@ def feature_spec(run: Run, target: TargetModel) -> FeatureSpec:
     return speculator_class(section.type).required_features(section, target)
 
 
+def stored_spec(run: Run, target: TargetModel) -> FeatureSpec:
+    """The hidden states that are stored, which may be more than this speculator reads. Raises UserError if fewer."""
+    needed, chosen = feature_spec(run, target), run.recipe.features.aux_layer_ids
+    if chosen is None:
+        return needed
+    missing = sorted(set(needed.aux_layer_ids) - set(chosen))
+    if missing:
+        raise UserError(f"features.aux_layer_ids {chosen} lacks layers {missing} that the speculator reads; add them")
+    return replace(needed, aux_layer_ids=tuple(sorted(set(chosen))))
+
+
 def store_header(run: Run, target: TargetModel, computed_in: str) -> StoreHeader:
     """What a store of this run must say of itself; `computed_in` is the dtype that the target ran in."""
     from spec_train.data.features import StoreHeader
@@ -31,7 +43,7 @@ def store_header(run: Run, target: TargetModel, computed_in: str) -> StoreHeader
     return StoreHeader(
         target=f"{run.target_identity['name']} {run.target_identity['weights']}",
         computed_in=computed_in,
-        aux_layer_ids=feature_spec(run, target).aux_layer_ids,
+        aux_layer_ids=stored_spec(run, target).aux_layer_ids,
         hidden_size=target.hidden_size,
         dtype=run.recipe.features.dtype,
     )
@@ -44,7 +56,7 @@ def features(run: Run, force: bool) -> None:
         "responses": run.made_from("responses"),
         "mode": recipe.features.mode,
         "dtype": recipe.features.dtype,
-        **recipe.speculator.feature_options(),
+        "aux_layer_ids": recipe.features.aux_layer_ids or recipe.speculator.feature_options().get("aux_layer_ids", []),
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,15 +86,16 @@ def feature_reader(run: Run, captured_in: str) -> FeatureReader:
 
     target = run.target(captured_in) if run._target is None else run._target[1]
     stores = []
+    wanted = feature_spec(run, target).aux_layer_ids
     for split in ("train", "held_out"):
-        directory = run.directory / "responses" / f"captured-{split}"
+        directory = run.stage_directory("responses") / f"captured-{split}"
         if (directory / "index.json").is_file():
             try:
                 stores.append(FeatureStore(directory, store_header(run, target, captured_in)))
             except UserError:
                 continue  # captured for other layers or in another dtype: computed anew below
-    stores.append(FeatureStore(run.directory / "features", store_header(run, target, run.recipe.target.dtype)))
-    return FeatureReader(stores)
+    own = store_header(run, target, run.recipe.target.dtype)
+    return FeatureReader([*stores, FeatureStore(run.stage_directory("features"), own)], wanted)
 
 
 def _compute_features(run: Run, target: TargetModel, documents: list[Document], store: Any) -> None:
@@ -93,7 +106,7 @@ def _compute_features(run: Run, target: TargetModel, documents: list[Document], 
 
     ordered = sorted(documents, key=lambda document: (len(document.input_ids), document.id))
     limit = run.recipe.train.micro_batch_tokens
-    spec = feature_spec(run, target)
+    spec = stored_spec(run, target)
     with progress("hidden states", sum(len(document.input_ids) for document in ordered)) as advance:
         start = 0
         while start < len(ordered):
@@ -103,13 +116,13 @@ def _compute_features(run: Run, target: TargetModel, documents: list[Document], 
             chunk = ordered[start:end]
             batch = build_batch(chunk, [[i] for i in range(len(chunk))]).to(target.device)
             filled = target.fill_features(batch, spec, run.torch_dtype)
-            assert filled.aux_hidden_BTAH is not None
             assert filled.last_hidden_BTH is not None and filled.target_lse_BT is not None
             rows = []
             for i, document in enumerate(chunk):
                 n = len(document.input_ids) - 1
                 parts = (filled.aux_hidden_BTAH, filled.last_hidden_BTH, filled.target_lse_BT)
-                rows.append((document, DocumentFeatures(*(part[i, :n].cpu() for part in parts))))
+                states = [None if part is None else part[i, :n].cpu() for part in parts]
+                rows.append((document, DocumentFeatures(*states)))
             store.add(f"computed-{hashlib.sha256(chunk[0].id.encode()).hexdigest()[:16]}", rows)
             advance(sum(len(document.input_ids) for document in chunk))
             start = end

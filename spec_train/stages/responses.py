@@ -13,7 +13,7 @@ from spec_train.errors import UserError
 from spec_train.manifest import Stage
 from spec_train.run import Run
 from spec_train.stages.common import make_stage
-from spec_train.stages.features import feature_spec, store_header
+from spec_train.stages.features import store_header, stored_spec
 
 
 def responses(run: Run, force: bool) -> None:
@@ -34,7 +34,7 @@ def responses(run: Run, force: bool) -> None:
         counts: dict[str, Any] = {}
         dropped: Counter[str] = Counter()
         for split in ("train", "held_out"):
-            conversations = read_conversations(run.directory / "prompts" / f"{split}.jsonl")
+            conversations = read_conversations(run.stage_directory("prompts") / f"{split}.jsonl")
             documents, lost = make(run, conversations, stage.directory / f"parts-{split}")
             write_documents(stage.directory / f"{split}.jsonl", documents)
             dropped += lost
@@ -64,7 +64,7 @@ def _generate(run: Run, conversations: list[Conversation], parts: Path) -> tuple
         header = store_header(run, target, section.dtype or recipe.target.dtype)
         directory = parts.with_name(parts.name.replace("parts", "captured"))
         check_disk(directory, header, len(conversations) * recipe.data.max_length)
-        capture = Capture(FeatureStore(directory, header), feature_spec(run, target), run.torch_dtype)
+        capture = Capture(FeatureStore(directory, header), stored_spec(run, target), run.torch_dtype)
     sampling = Sampling(section.temperature, section.top_k, section.top_p, seed=recipe.run.seed)
     settings = AnswerSettings(
         sampling, section.max_new_tokens, recipe.data.max_length, section.batch_size, run.prompt_kwargs

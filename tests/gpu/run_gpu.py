@@ -304,6 +304,7 @@ def describe(target: TargetModel, plain: DecodeTrace, spec: DecodeTrace, size: S
         spec,
         target=target.name,
         speculator="eagle3",
+        kind="eagle3",
         method="eagle3",
         suite=f"random-batch{spec.batch_size}",
         device=card_name(target.device),

@@ -126,6 +126,7 @@ def test_a_cut_round_keeps_both_counts(target, texts):
         trace,
         target="t",
         speculator="s",
+        kind="oracle",
         method="oracle",
         suite="x",
         device="cpu",

@@ -34,7 +34,8 @@ def trace(*requests, k=4, timings=None, batch_size=1):
 
 
 def summary(*requests, k=4, **named):
-    settings = {"target": "t", "speculator": "s", "method": "eagle3", "suite": "x", "device": "cpu", "dtype": "float32"}
+    settings = {"target": "t", "speculator": "s", "suite": "x", "device": "cpu", "dtype": "float32"}
+    settings |= {"kind": "eagle3", "method": "eagle3"}
     return summarise(trace(*requests, k=k), sampling=Sampling(), **settings, **named)
 
 

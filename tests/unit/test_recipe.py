@@ -131,7 +131,7 @@ def test_overrides_set_nested_values(recipe_file: Path) -> None:
         ("speculator.draft_vocab_size=4.0", ["speculator.draft_vocab_size", "whole number"]),
         ("speculator.aux_layer_ids=[1,1,2]", ["speculator.aux_layer_ids", "twice"]),
         ("speculator.aux_layer_ids=[-1,2]", ["speculator.aux_layer_ids.0", "greater than or equal to 0"]),
-        ("speculator.type=medusa", ["speculator.type", "eagle3"]),
+        ("speculator.type=medusae", ["speculator.type", "eagle3"]),
         ("data.held_out=1.0", ["data.held_out", "below 1"]),
         ("data.held_out=-2", ["data.held_out", "whole number"]),
         ("data.held_out=0", ["eval.suites", "held_out"]),

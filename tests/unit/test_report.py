@@ -19,6 +19,7 @@ def result(method="eagle3", k=3, temperature=0.0, suite="gsm8k", speedup=2.0, dr
         DecodeTrace([RequestTrace("a", [1], [0] * 5, rounds)], Timings(), k, 1),
         target="t",
         speculator="s",
+        kind=method,
         method=method,
         suite=suite,
         device="cpu",
