@@ -163,7 +163,6 @@ class TargetModel:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids_BS: Tensor,

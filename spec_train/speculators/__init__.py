@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # type, as recipes, checkpoints and exports spell it: module and class. Imported when needed: torch is slow to load.
 METHODS: dict[str, tuple[str, str]] = {
     "eagle3": ("spec_train.speculators.eagle3", "Eagle3"),
+    "draft_lm": ("spec_train.speculators.draft_lm", "DraftLM"),
     "mtp": ("spec_train.speculators.mtp", "Mtp"),
     "mlp": ("spec_train.speculators.mlp", "Mlp"),
     "medusa": ("spec_train.speculators.medusa", "Medusa"),
