@@ -23,6 +23,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "mtp": ("spec_train.speculators.mtp", "Mtp"),
     "mlp": ("spec_train.speculators.mlp", "Mlp"),
     "medusa": ("spec_train.speculators.medusa", "Medusa"),
+    "peagle": ("spec_train.speculators.peagle", "PEagle"),
 }
 EMBEDDING = "embed_tokens.weight"  # EAGLE heads may ship a copy of the target's
 
