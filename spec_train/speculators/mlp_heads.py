@@ -188,12 +188,11 @@ def _held_name(shape: MlpShape, name: str) -> str:
 
 def served_shape(config: dict[str, Any]) -> MlpShape:
     """The geometry that a config.json of IBM's (integers) or Arctic's (strings) describes. Raises UserError."""
-    value = lambda key: config_value(config, key, "MLP speculator")  # noqa: E731
     method = config.get("method", "mlp")
     if method not in ("mlp", "sum_rnn", "sum_lstm"):
         raise UserError(f"MLP speculator: method {method!r} is not known; sum_rnn and sum_lstm are")
     widths = {key: _width(config[key], key) for key in ("inner_dim", "emb_dim", "proj_dim") if key in config}
-    hidden = int(config.get("input_hidden_dim") or widths["emb_dim"])
+    hidden = int(config.get("input_hidden_dim") or config_value(widths, "emb_dim", "MLP speculator"))
     inner = widths.get("inner_dim") or hidden
     arctic = "input_hidden_dim" in config
     if arctic and {inner, widths.get("emb_dim", inner), widths.get("proj_dim", inner)} != {inner}:
@@ -201,8 +200,8 @@ def served_shape(config: dict[str, Any]) -> MlpShape:
     return MlpShape(
         hidden_size=hidden,
         inner_dim=inner,
-        vocab_size=int(value("vocab_size")),
-        num_heads=int(value("n_predict")),
+        vocab_size=int(config_value(config, "vocab_size", "MLP speculator")),
+        num_heads=int(config_value(config, "n_predict", "MLP speculator")),
         tie_weights=bool(config.get("tie_weights", False)),
         scale_input=bool(config.get("scale_input", False)),
         cell="sum_lstm" if method == "sum_lstm" else "mlp",
@@ -225,7 +224,7 @@ def _ibm_name(name: str) -> str:
 
 
 def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpHeads | LstmHeads:
-    """The heads of an exported or published checkpoint, frozen, in float32 as the file has them or narrower.
+    """The heads of an exported or published checkpoint, frozen, in float32.
 
     Names may carry the prefix `speculator.`; of a tied tensor one copy suffices, further ones must be equal.
     Raises UserError for missing, unknown, misshapen or contradictory tensors.
