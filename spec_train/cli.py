@@ -299,6 +299,18 @@ def inspect(
 
 
 @app.command()
+def compare(
+    file: Annotated[
+        Path, typer.Argument(metavar="COMPARISON", help="A comparison file: recipes/comparisons/quickstart.yaml")
+    ],
+) -> None:
+    """Train several recipes on the same data and budget, and put what they reach into one table."""
+    from spec_train.comparison import compare as compare_all
+
+    compare_all(file)
+
+
+@app.command()
 def doctor() -> None:
     """Versions, devices, memory, disk, and which methods the installed vLLM loads."""
     from spec_train.doctor import capability_table, findings

@@ -112,6 +112,11 @@ class Run:
             self._target = (wanted, loaded)
         return self._target[1]
 
+    def share_target(self, other: Run) -> None:
+        """Use the model that `other` has loaded, or give it ours: both runs have the same target."""
+        loaded = other._target or self._target
+        self._target = other._target = loaded
+
     @property
     def prompt_kwargs(self) -> dict[str, Any]:
         """How every prompt of the run is rendered, in training and in evaluation."""

@@ -1,0 +1,329 @@
+"""Train several recipes on the same data, features and budget, and put what they reach into one table.
+
+The file says which recipes, how much each may train, and at which K to look:
+
+    name: compare
+    seconds: 300                      # of training for each; or tokens: 350000 (answer tokens)
+    num_draft_tokens: [1, 3, 5, 7]    # acceptance by the renewal estimate, which a greedy chain reaches exactly
+    decode: [3]                       # where it is also measured by decoding, with speed and losslessness
+    entries:
+      - recipe: recipes/quickstart/eagle3.yaml
+      - {recipe: recipes/quickstart/draft_lm.yaml, name: draft_lm kl, overrides: [speculator.loss=kl]}
+
+A budget in seconds becomes a number of steps by timing a few of them first, on this machine, and that number is kept:
+a comparison that is interrupted and repeated goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+from rich.console import Console
+from rich.table import Table
+
+from spec_train.errors import UserError
+from spec_train.evaluation.evaluate import (
+    Contender,
+    Suite,
+    decode_reference,
+    estimator,
+    evaluate_suite,
+    ngram_contender,
+    speculator_contender,
+)
+from spec_train.manifest import atomic_write_json, atomic_write_text, read_manifest
+from spec_train.recipe import PositiveInt, Recipe, Section, load_recipe
+from spec_train.recipe_file import find_recipe, parse_yaml
+from spec_train.run import DATA_STAGES, Run
+from spec_train.speculators import load_speculator
+from spec_train.speculators.base import Speculator
+from spec_train.stages.common import documents_of
+from spec_train.stages.evaluate import best_checkpoint, eval_settings, start_contender, suite_of
+from spec_train.stages.features import features
+from spec_train.stages.prompts import prompts
+from spec_train.stages.responses import responses
+from spec_train.stages.train import feature_provider, new_speculator, train
+from spec_train.target import TargetModel
+
+TIMED_STEPS, SKIPPED_STEPS = 6, 2  # steps that are timed to turn seconds into steps, after some that warm up
+
+
+class Entry(Section):
+    """One recipe of a comparison. `name` is what the table calls it, by default its kind of speculator."""
+
+    recipe: str
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")
+    overrides: list[str] = []
+
+
+class Comparison(Section):
+    """A comparison file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: str = Field(default_factory=lambda fields: f"runs/{fields.get('name')}")
+    seconds: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    num_draft_tokens: list[PositiveInt] = Field(default=[1, 3, 5, 7], min_length=1)
+    decode: list[PositiveInt] = [3]
+    entries: list[Entry] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if (self.seconds is None) == (self.tokens is None):
+            raise ValueError("needs exactly one of seconds and tokens")
+        return self
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one entry trains: parameters, optimiser steps, and the rate that was timed before (answer tokens/s)."""
+
+    parameters: int
+    steps: int
+    tokens_per_second: float
+
+
+def load_comparison(path: Path) -> Comparison:
+    """Read a comparison file, given by path or as a bundled one. Raises UserError."""
+    try:
+        return Comparison.model_validate(parse_yaml(find_recipe(path)))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "comparison"
+        raise UserError(f"{path}: {where}: {problem['msg']}") from None
+
+
+def compare(path: Path) -> None:
+    """Train, measure, and print the table; `comparison.json` and `comparison.md` are left in the output directory."""
+    comparison = load_comparison(path)
+    directory = Path(comparison.output_dir)
+    runs = _runs(comparison)
+    first = next(iter(runs.values()))
+    for stage in (prompts, responses, features):
+        for run in runs.values():
+            run.share_target(first)
+            stage(run, False)
+            first.share_target(run)
+    rows: list[dict[str, Any]] = []
+    trained: dict[str, Run] = {}
+    for name, run in runs.items():
+        budget = _budget(run, comparison, first)
+        limited = _with(run.recipe, ["train.max_steps", budget.steps], ["train.save_every", budget.steps])
+        trained[name] = Run(limited)
+        trained[name].share_target(run)
+        train(trained[name], False)
+        outputs = read_manifest(trained[name].directory / "train")["outputs"]
+        rows.append({"name": name, "type": run.recipe.speculator.type, **asdict(budget), "training": outputs})
+    _measure(comparison, trained, rows, directory)
+    atomic_write_json(directory / "comparison.json", {"comparison": comparison.model_dump(mode="json"), "rows": rows})
+    table, markdown = _tables(comparison, rows)
+    atomic_write_text(directory / "comparison.md", markdown)
+    console = Console() if Console().is_terminal else Console(width=160)
+    console.print(table)
+    console.print(f"compare: see {directory / 'comparison.md'}", markup=False, soft_wrap=True)
+
+
+def _runs(comparison: Comparison) -> dict[str, Run]:
+    """A run for each entry, in directories of their own. Raises UserError where they do not share their data."""
+    runs: dict[str, Run] = {}
+    for entry in comparison.entries:
+        recipe = load_recipe(Path(entry.recipe), entry.overrides)
+        name = entry.name or recipe.speculator.type
+        if name in runs:
+            raise UserError(f"{comparison.name}: two entries are called {name!r}; give them names")
+        deepest = recipe.speculator.max_draft_tokens() or max(comparison.num_draft_tokens)
+        depths = [k for k in comparison.num_draft_tokens if k <= deepest]
+        where = f"{comparison.output_dir}/{re.sub('[^A-Za-z0-9._-]+', '-', name)}"
+        runs[name] = Run(_with(recipe, ["run.output_dir", where], ["eval.num_draft_tokens", depths]))
+    first = next(iter(runs.values()))
+    for name, run in runs.items():
+        if any(run.stage_directory(stage) != first.stage_directory(stage) for stage in DATA_STAGES):
+            raise UserError(f"{comparison.name}: {name} has other data than the rest; set the same run.data_dir in all")
+    return runs
+
+
+def _with(recipe: Recipe, *changes: list[Any]) -> Recipe:
+    """The recipe with some values replaced, validated again."""
+    fields = recipe.model_dump(mode="json")
+    for key, value in changes:
+        section, _, leaf = key.partition(".")
+        fields[section][leaf] = value
+    return type(recipe).model_validate(fields)
+
+
+def _budget(run: Run, comparison: Comparison, first: Run) -> Budget:
+    """How many steps the entry trains; timed once and kept."""
+    file = run.directory / "budget.json"
+    if file.is_file():
+        return Budget(**json.loads(file.read_text(encoding="utf-8")))
+    run.share_target(first)
+    rate, tokens_per_step, parameters = _time_steps(run)
+    first.share_target(run)
+    tokens = comparison.tokens or round((comparison.seconds or 0) * rate)
+    budget = Budget(parameters, max(1, round(tokens / tokens_per_step)), rate)
+    run.directory.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(file, asdict(budget))
+    return budget
+
+
+def _time_steps(run: Run) -> tuple[float, float, int]:
+    """(answer tokens a second, answer tokens a step, trained parameters) of a few steps that are thrown away."""
+    from spec_train.training.trainer import train as train_speculator
+
+    documents = documents_of(run, "train")
+    speculator, _ = new_speculator(run, documents, [])
+    parameters = sum(p.numel() for p in speculator.parameters() if p.requires_grad)
+    settings = run.recipe.train.model_copy(
+        update={"max_steps": TIMED_STEPS + SKIPPED_STEPS, "log_every": 1, "trackers": []}
+    )
+    with tempfile.TemporaryDirectory(prefix="spec-train-") as folder:
+        train_speculator(
+            speculator,
+            documents,
+            [],
+            feature_provider(run),
+            optim=run.recipe.optim,
+            train=settings,
+            seed=run.recipe.run.seed,
+            device=run.recipe.run.device,
+            num_draft_tokens=[1],
+            output_dir=Path(folder),
+            speculator_config={},
+            run_config={},
+        )
+        lines = (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines][SKIPPED_STEPS:]
+    rate = statistics.median(step["tokens_per_second"] for step in steps)
+    supervised = sum(document.num_response_tokens for document in documents)
+    per_epoch = len(_plan(run, [len(document.input_ids) for document in documents]))
+    return rate, supervised / per_epoch, parameters
+
+
+def _plan(run: Run, lengths: Sequence[int]) -> list[Any]:
+    """The optimiser steps of one pass over the data."""
+    from spec_train.training.trainer import StepPlan
+
+    section = run.recipe.train
+    plan = StepPlan(tuple(lengths), section.micro_batch_tokens, run.recipe.run.seed, section.grad_accum_steps)
+    return plan.epoch(0)
+
+
+def _measure(comparison: Comparison, runs: dict[str, Run], rows: list[dict[str, Any]], directory: Path) -> None:
+    """Estimates at every K and decodes at some, all on one plain decoding of the held-out prompts; added to `rows`."""
+    first = next(iter(runs.values()))
+    target = first.target()
+    suite = suite_of(first, "held_out")
+    settings = eval_settings(first, 0.0)
+    reference = decode_reference(target, suite, settings)
+    section = first.recipe.eval
+    contenders: list[tuple[Contender, dict[str, Any]]] = []
+    for row in rows:
+        run = runs[row["name"]]
+        depths = run.recipe.eval.num_draft_tokens
+        trained = load_speculator(best_checkpoint(run), target)
+        contenders.append((speculator_contender(trained, row["name"], depths, row["name"]), row))
+    for run in _first_of_each_kind(runs):
+        if run.recipe.speculator.start_is_baseline():
+            run.share_target(first)
+            start = start_contender(run, target, run.recipe.eval.num_draft_tokens)
+            rows.append({"name": start.kind, "type": run.recipe.speculator.type})
+            contenders.append((start, rows[-1]))
+    lookup = ngram_contender(section.ngram_min, section.ngram_max, comparison.decode)
+    rows.append({"name": "prompt lookup", "type": "ngram"})
+    contenders.append((lookup, rows[-1]))
+    for contender, row in contenders:
+        _measure_one(comparison, contender, row, target, suite, settings, reference, first.target_name, directory)
+
+
+def _first_of_each_kind(runs: dict[str, Run]) -> list[Run]:
+    """The first run of every kind of speculator: its start stands for the others'."""
+    kinds: dict[str, Run] = {}
+    for run in runs.values():
+        kinds.setdefault(run.recipe.speculator.type, run)
+    return list(kinds.values())
+
+
+def _measure_one(
+    comparison: Comparison,
+    contender: Contender,
+    row: dict[str, Any],
+    target: TargetModel,
+    suite: Suite,
+    settings: Any,
+    reference: Any,
+    target_name: str,
+    directory: Path,
+) -> None:
+    """Fill `row` with `estimates` by K and `decoded`, the evaluation results by K."""
+    depths = contender.num_draft_tokens
+    row["estimates"] = {}
+    if isinstance(contender.proposer, Speculator):
+        estimate = estimator(target, contender.proposer, reference.trace, max(depths))
+        row["estimates"] = {str(k): estimate(k)["renewal"] for k in depths}
+    decoded = Contender(
+        contender.kind,
+        contender.name,
+        contender.proposer,
+        tuple(k for k in depths if k in comparison.decode),
+        contender.method,
+    )
+    results = evaluate_suite(
+        target, [decoded], suite, settings, target_name=target_name, directory=directory / "eval", reference=reference
+    )
+    row["decoded"] = {str(result["num_draft_tokens"]): result for result in results}
+
+
+def _tables(comparison: Comparison, rows: list[dict[str, Any]]) -> tuple[Table, str]:
+    """The table for the terminal and in Markdown."""
+    depths, decode = comparison.num_draft_tokens, comparison.decode
+    header = ["speculator", "trained", "answer tokens", "minutes", *(f"τ K={k}" for k in depths)]
+    for k in decode:
+        header += [f"decoded K={k}", "text equal", "draft ms", "speed-up"]
+    cells = [_cells(row, depths, decode) for row in rows]
+    table = Table(title=comparison.name, title_justify="left", caption=CAPTION, caption_justify="left")
+    for column in header:
+        table.add_column(column, justify="left" if column == "speculator" else "right")
+    for line in cells:
+        table.add_row(*line)
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *cells]
+    return table, "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{CAPTION}\n"
+
+
+CAPTION = (
+    "trained: parameters. τ: tokens per target pass on the held-out prompts, greedy, by the renewal estimate. decoded: "
+    "tokens per target pass as measured, with texts equal to plain decoding, the time to draft K tokens, and the "
+    "speed-up one request at a time."
+)
+ABSENT = "-"
+
+
+def _cells(row: dict[str, Any], depths: Sequence[int], decode: Sequence[int]) -> list[str]:
+    training = row.get("training")
+    cells = [
+        row["name"],
+        f"{row['parameters'] / 1e6:.1f}M" if training else ABSENT,
+        f"{training['trained_tokens'] / 1e3:.0f}k" if training else ABSENT,
+        f"{training['seconds'] / 60:.1f}" if training else ABSENT,
+        *(f"{row['estimates'][str(k)]:.2f}" if str(k) in row["estimates"] else ABSENT for k in depths),
+    ]
+    for k in decode:
+        result = row["decoded"].get(str(k))
+        if result is None:
+            cells += [ABSENT] * 4
+            continue
+        speed, lossless = result["speed"], result["lossless"]
+        cells += [
+            f"{result['tokens_per_step']:.2f}",
+            f"{lossless['identical']}/{lossless['checked']}",
+            f"{speed['draft_ms']:.0f}" if speed else ABSENT,
+            f"{speed['speedup']:.2f}x" if speed else ABSENT,
+        ]
+    return cells
