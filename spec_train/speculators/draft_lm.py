@@ -46,10 +46,12 @@ from spec_train.speculators.draft_start import (
 )
 from spec_train.speculators.lora import inject_lora, merged
 from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs, sum_plogp
+from spec_train.speculators.on_policy import with_own_answers
 from spec_train.speculators.supervision import response_hits
 from spec_train.target import TargetModel
 
 ROWS = 256  # rows of full-vocabulary logits held at once
+REAL_VOCAB_SIZE = "spec_train_real_vocab_size"  # key of an export's config.json; engines pass over it
 NO_STATES = FeatureSpec(aux_layer_ids=(), last_hidden=False)
 
 
@@ -234,6 +236,8 @@ class DraftLM(Speculator):
 
     def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
         """Weighted mean of the head loss. Metrics: depth_loss, alpha, hit (among the tokens of the loss)."""
+        if self.config.on_policy_fraction > 0:
+            batch = with_own_answers(self, batch, self.config.on_policy_fraction)
         weight_BT = next_token_weights(batch)
         chosen = weight_BT > 0
         hidden_NH = self.packed_states(batch)[chosen].to(compute_dtype(weight_BT.device))
@@ -350,8 +354,8 @@ class DraftLM(Speculator):
         tensors[f"{self._prefix}.{embedding}.weight"] = head if tied else self.body.embedding.weight.detach()
         if not tied:
             tensors[f"{self._head_name}.weight"] = head
-        architectures = [type(self.body.model).__name__]
-        return ServingCheckpoint(self.kind, self.method, {**config, "architectures": architectures}, tensors)
+        served = {**config, "architectures": [type(self.body.model).__name__], REAL_VOCAB_SIZE: real}
+        return ServingCheckpoint(self.kind, self.method, served, tensors)
 
     @classmethod
     def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> DraftLM:
@@ -363,7 +367,8 @@ class DraftLM(Speculator):
                 "many (training from speculator.start_model pads them)"
             )
         plain = {**config, "tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
-        rebuilt = DraftLMConfig(plain, target.vocab_size, borrows=False, train_embeddings=True)
+        real = int(plain.pop(REAL_VOCAB_SIZE, target.vocab_size))
+        rebuilt = DraftLMConfig(plain, real, borrows=False, train_embeddings=True)
         draft = cls(rebuilt, build_model(plain), torch.arange(target.vocab_size))
         names = {name: f"{draft._prefix}.{name.removeprefix('decoder.')}" for name in draft.state_dict()}
         names.update({name: f"{draft._head_name}.weight" for name in names if name == "lm_head.weight"})
