@@ -23,7 +23,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "mtp": ("spec_train.speculators.mtp", "Mtp"),
     "mlp": ("spec_train.speculators.mlp", "Mlp"),
     "medusa": ("spec_train.speculators.medusa", "Medusa"),
+    "eagle1": ("spec_train.speculators.eagle", "Eagle1"),
     "peagle": ("spec_train.speculators.peagle", "PEagle"),
+    "pard": ("spec_train.speculators.pard", "Pard"),
 }
 EMBEDDING = "embed_tokens.weight"  # EAGLE heads may ship a copy of the target's
 
