@@ -39,7 +39,7 @@ from spec_train.evaluation.evaluate import (
     ngram_contender,
     speculator_contender,
 )
-from spec_train.manifest import atomic_write_json, atomic_write_text, read_manifest
+from spec_train.manifest import atomic_write_json, atomic_write_text, canonical, read_manifest
 from spec_train.recipe import PositiveInt, Recipe, Section, load_recipe
 from spec_train.recipe_file import find_recipe, parse_yaml
 from spec_train.run import DATA_STAGES, Run
@@ -122,8 +122,13 @@ def compare(path: Path) -> None:
         train(trained[name], False)
         outputs = read_manifest(trained[name].directory / "train")["outputs"]
         rows.append({"name": name, "type": run.recipe.speculator.type, **asdict(budget), "training": outputs})
-    _measure(comparison, trained, rows, directory)
-    atomic_write_json(directory / "comparison.json", {"comparison": comparison.model_dump(mode="json"), "rows": rows})
+    record = {"comparison": comparison.model_dump(mode="json"), "trained": rows}
+    earlier = _earlier(directory / "comparison.json")
+    if earlier is not None and all(earlier[key] == canonical(record[key]) for key in record):
+        rows = earlier["rows"]
+    else:
+        rows = _measure(comparison, trained, rows, directory)
+        atomic_write_json(directory / "comparison.json", {**record, "rows": rows})
     table, markdown = _tables(comparison, rows)
     atomic_write_text(directory / "comparison.md", markdown)
     console = Console() if Console().is_terminal else Console(width=160)
@@ -192,7 +197,7 @@ def _time_steps(run: Run) -> tuple[float, float, int]:
             feature_provider(run),
             optim=run.recipe.optim,
             train=settings,
-            seed=run.recipe.run.seed,
+            seed=run.training_seed,
             device=run.recipe.run.device,
             num_draft_tokens=[1],
             output_dir=Path(folder),
@@ -212,12 +217,23 @@ def _plan(run: Run, lengths: Sequence[int]) -> list[Any]:
     from spec_train.training.trainer import StepPlan
 
     section = run.recipe.train
-    plan = StepPlan(tuple(lengths), section.micro_batch_tokens, run.recipe.run.seed, section.grad_accum_steps)
+    plan = StepPlan(tuple(lengths), section.micro_batch_tokens, run.training_seed, section.grad_accum_steps)
     return plan.epoch(0)
 
 
-def _measure(comparison: Comparison, runs: dict[str, Run], rows: list[dict[str, Any]], directory: Path) -> None:
-    """Estimates at every K and decodes at some, all on one plain decoding of the held-out prompts; added to `rows`."""
+def _earlier(file: Path) -> dict[str, Any] | None:
+    """What an earlier run of the same comparison found."""
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _measure(
+    comparison: Comparison, runs: dict[str, Run], trained: list[dict[str, Any]], directory: Path
+) -> list[dict[str, Any]]:
+    """Rows with estimates at every K and decodes at some, all on one plain decoding of the held-out prompts."""
+    rows = [dict(row) for row in trained]
     first = next(iter(runs.values()))
     target = first.target()
     suite = suite_of(first, "held_out")
@@ -236,11 +252,12 @@ def _measure(comparison: Comparison, runs: dict[str, Run], rows: list[dict[str, 
             start = start_contender(run, target, run.recipe.eval.num_draft_tokens)
             rows.append({"name": start.kind, "type": run.recipe.speculator.type})
             contenders.append((start, rows[-1]))
-    lookup = ngram_contender(section.ngram_min, section.ngram_max, comparison.decode)
-    rows.append({"name": "prompt lookup", "type": "ngram"})
-    contenders.append((lookup, rows[-1]))
+    if comparison.decode:
+        rows.append({"name": "prompt lookup", "type": "ngram"})
+        contenders.append((ngram_contender(section.ngram_min, section.ngram_max, comparison.decode), rows[-1]))
     for contender, row in contenders:
         _measure_one(comparison, contender, row, target, suite, settings, reference, first.target_name, directory)
+    return rows
 
 
 def _first_of_each_kind(runs: dict[str, Run]) -> list[Run]:

@@ -179,7 +179,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """The training loop. `eval_every` null means save_every."""
+    """The training loop. `eval_every` null means save_every; `seed` null means run.seed, which also splits the data."""
 
     epochs: PositiveInt = 3
     max_steps: PositiveInt | None = None
@@ -192,6 +192,7 @@ class TrainSection(Section):
     normalization: Literal["token", "sequence"] = "token"
     trackers: list[Literal["wandb", "tensorboard"]] = []
     log_every: PositiveInt = 10
+    seed: int | None = Field(default=None, ge=0, lt=2**32)
 
 
 class EvalSection(Section):

@@ -118,6 +118,12 @@ class Run:
         self._target = other._target = loaded
 
     @property
+    def training_seed(self) -> int:
+        """Seed of the initial weights and the order of the data."""
+        seed = self.recipe.train.seed
+        return self.recipe.run.seed if seed is None else seed
+
+    @property
     def prompt_kwargs(self) -> dict[str, Any]:
         """How every prompt of the run is rendered, in training and in evaluation."""
         section = self.recipe.target

@@ -27,9 +27,9 @@ def train(run: Run, force: bool) -> None:
         "target_dtype": recipe.target.dtype,
         "speculator": recipe.speculator.model_dump(mode="json", exclude={"gradient_checkpointing"}),
         "optim": recipe.optim.model_dump(mode="json"),
-        "train": recipe.train.model_dump(mode="json", exclude={"trackers", "log_every", "keep_checkpoints"}),
+        "train": recipe.train.model_dump(mode="json", exclude={"trackers", "log_every", "keep_checkpoints", "seed"}),
         "num_draft_tokens": recipe.eval.num_draft_tokens,
-        "seed": recipe.run.seed,
+        "seed": run.training_seed,
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,7 +45,7 @@ def train(run: Run, force: bool) -> None:
             provider,
             optim=recipe.optim,
             train=recipe.train,
-            seed=recipe.run.seed,
+            seed=run.training_seed,
             device=recipe.run.device,
             num_draft_tokens=recipe.eval.num_draft_tokens,
             output_dir=stage.directory,
@@ -95,5 +95,5 @@ def new_speculator(run: Run, documents: list[Document], held_out: list[Document]
             special_ids=target.eos_token_ids,
             tokenizer_len=len(run.tokenizer),
         )
-    fresh = speculator_class(section.type).from_recipe(section, target, ids, run.recipe.run.seed)
+    fresh = speculator_class(section.type).from_recipe(section, target, ids, run.training_seed)
     return fresh, coverage(held_out or documents, ids)
