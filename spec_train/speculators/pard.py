@@ -1,0 +1,371 @@
+"""PARD (An et al., 2025, arXiv:2504.18583): a draft language model that drafts all K tokens in one pass.
+
+Equations (m: the mask token; a row is a token at a RoPE position; p: see the alignment rule in `base.py`)
+
+    row (p, 0)      token x_{p+1} at position p+1, an ordinary row of a causal language model;  drafts token p+2
+    row (p, i > 0)  token m at position p+1+i;                                                  drafts token p+2+i
+    logits          W_head Draft(row) over the whole vocabulary
+
+Row (p, i) sees the tokens x_0 ... x_{p+1} and its own chain (p, 1) ... (p, i). In serving that is plain causal
+attention over [x_0 ... x_{p+1}, m, m, ...]; in training the mask rows of every p stand behind one copy of the text. No
+row waits for the output of another, so K may exceed the depths trained. Deep rows are dropped at random (`cod.py`).
+
+The mask token has no meaning of its own, so its embedding is a trained vector (`mask_embedding`) even where the rest of
+the embedding is frozen or the target's. It is served as that row of the draft's own embedding. A head tied to the
+embedding would take the row up and might then draft the mask token; an export is therefore never tied.
+
+Rows of packed documents are laid out one document to a row: attention with an explicit mask costs the square of a row.
+
+Shape legend: see `base.py`; further Q query positions, R rows (T tokens, then mask rows), D tokens of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from spec_train.batch import Batch
+from spec_train.errors import UserError
+from spec_train.kv_cache import SlotCache
+from spec_train.recipe import Probability
+from spec_train.speculators.base import Chooser, Committed, LossOutput, Proposal, ResponseHits, ServingCheckpoint
+from spec_train.speculators.cod import depth_width, retain, retention_by_depth
+from spec_train.speculators.distillation import chain_hits, depth_weights
+from spec_train.speculators.draft_lm import ROWS, DraftLM, DraftLMConfig, compute_dtype, draft_config
+from spec_train.speculators.draft_start import DraftLMOptions, build_model, start
+from spec_train.speculators.lora import merged
+from spec_train.speculators.losses import fused_head_loss, sum_plogp
+from spec_train.speculators.pard_rows import by_depth, by_document, query_parts, row_places, visible_rows
+from spec_train.speculators.peagle import mask_token_id
+from spec_train.speculators.supervision import Queries, supervised_queries
+from spec_train.target import TargetModel
+
+HIT_ROWS = 2048  # mask rows behind one copy of the text when hits are counted
+
+
+class PardOptions(DraftLMOptions):
+    """PARD. It starts as a draft language model does, or from a trained one: `init_from`, a checkpoint or an export of
+    a `draft_lm`, which is the paper's way.
+
+    `num_depths`: drafts trained at once; `retention`, `retention_min`: the share of positions at which depth i is
+    trained is max(retention^i, retention_min). `step_decay`^i weighs the mean loss of depth i; the paper's mean over
+    all kept rows is step_decay = retention. `mask_token_id` null chooses one, see `peagle.mask_token_id`.
+    """
+
+    type: Literal["pard"]  # type: ignore[assignment]
+    init_from: str | None = None
+    num_depths: int = Field(default=8, ge=2)
+    retention: Probability = 0.7
+    retention_min: Probability = 0.2
+    step_decay: Probability = 0.7
+    mask_token_id: int | None = Field(default=None, ge=0)
+    on_policy_fraction: float = Field(default=0.0, ge=0, le=0)  # answers of its own are not written in parallel
+
+    @model_validator(mode="after")
+    def _one_start(self) -> PardOptions:
+        if self.init_from is None:
+            return super()._one_start()  # type: ignore[return-value]
+        given = [name for name in ("start_model", "start_layers", "shape") if getattr(self, name) is not None]
+        if given:
+            raise ValueError(f"init_from is itself a start: remove {', '.join(given)}")
+        if self.lora is not None and self.train_embeddings:
+            raise ValueError("lora leaves the embedding frozen: remove train_embeddings, or lora")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class PardConfig(DraftLMConfig):
+    """A DraftLMConfig with what concerns the mask rows."""
+
+    mask_token_id: int
+    num_depths: int = 8
+    retention: float = 1.0
+    retention_min: float = 1.0
+    step_decay: float = 1.0
+
+
+@dataclass
+class PardState:
+    """Drafting state: the draft's own keys and values, and the committed tokens that it has not read yet.
+
+    `first_B1` is the first token of each prompt until the first commit, which brings the others.
+    """
+
+    cache: SlotCache
+    token_BS: Tensor
+    position_BS: Tensor
+    count_B: Tensor
+    first_B1: Tensor | None
+    read: bool = True
+
+
+class Pard(DraftLM):
+    """The draft: a draft language model's modules and `mask_embedding`."""
+
+    kind = "pard"
+    options = PardOptions
+    config: PardConfig
+
+    def __init__(self, config: PardConfig, model: Any, loss_ids_D: Tensor) -> None:
+        super().__init__(config, model, loss_ids_D)
+        self.num_depths = config.num_depths
+        self.mask_embedding = nn.Parameter(torch.zeros(self.body.hidden_size))
+        self.body.embedding.register_forward_hook(self._put_mask_embedding)
+
+    def _put_mask_embedding(self, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        """Every look-up of the mask token gives the trained vector; some families scale what they look up."""
+        mask = self.mask_embedding * getattr(embedding, "embed_scale", 1.0)
+        return torch.where((inputs[0] == self.config.mask_token_id)[..., None], mask.to(output.dtype), output)
+
+    # ------------------------------------------------------------------ construction
+    @classmethod
+    def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Pard:
+        """See `Speculator.from_recipe`. Raises UserError for a mask token that the target lacks or may produce."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if options.init_from is None:
+                model = start(options, target)
+                plain = draft_config(options, model, target)
+            else:
+                model, shared = start_from_draft(options.init_from, target)
+                plain = draft_config(options, model, target)
+                borrows = shared and not options.train_embeddings
+                trained = not borrows and options.train_embeddings is not False and options.lora is None
+                plain = replace(plain, borrows=borrows, train_embeddings=trained)
+            mask = mask_token_id(options.mask_token_id, target, draft_ids_D)
+            config = PardConfig(
+                **_plain_fields(asdict(plain)),
+                mask_token_id=mask,
+                num_depths=options.num_depths,
+                retention=options.retention,
+                retention_min=options.retention_min,
+                step_decay=options.step_decay,
+            )
+            # The mean of what the text is made of: a plausible "some token", where a padding row may be all zero.
+            mean_H = model.get_input_embeddings().weight.detach()[draft_ids_D].float().mean(0)
+            draft = cls(config, model, draft_ids_D)
+        with torch.no_grad():
+            draft.mask_embedding.copy_(mean_H)
+        draft.borrow(target)
+        return draft
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Pard:
+        """See `Speculator.from_checkpoint`."""
+        config = PardConfig(**saved)
+        if config.model["vocab_size"] != target.vocab_size or (
+            config.borrows and config.model["hidden_size"] != target.hidden_size
+        ):
+            raise UserError(
+                f"{checkpoint}: trained for a target of vocabulary {config.model['vocab_size']}; {target.name} has "
+                f"{target.vocab_size} and width {target.hidden_size}"
+            )
+        tensors = load_file(checkpoint / "model.safetensors")
+        if config.lora is not None:
+            tensors = merged(tensors, config.lora)
+        draft = cls(replace(config, lora=None), build_model(config.model), torch.arange(target.vocab_size))
+        draft.load_state_dict(tensors)
+        draft.to(target.device, target.dtype).borrow(target)
+        return draft.eval().requires_grad_(False)
+
+    # ------------------------------------------------------------------ training pass
+    def depth_states(self, batch: Batch, queries: Queries, depths: int) -> Iterator[Tensor]:
+        """States [B, Q, H] of each depth, ready for the output head; 0 beyond the queries that a depth needs.
+        `batch` holds one document to a row, see `by_document`."""
+        widths = [depth_width(queries, k) for k in range(1, depths)]
+        length = batch.input_ids_BT.shape[1]
+        anchor_BR, depth_R = row_places(queries, length, widths)
+        ids_BR = F.pad(batch.input_ids_BT, (0, sum(widths)), value=self.config.mask_token_id)
+        state_BRH = self.hidden_states(ids_BR, anchor_BR + depth_R, visible_rows(anchor_BR, depth_R, length))
+        rows = torch.arange(len(ids_BR), device=ids_BR.device)[:, None]
+        # Row (p, 0) is the token at p+1; there is none behind the last token, which supervises nothing.
+        yield state_BRH[rows, (queries.index_BQ + 1).clamp(max=length - 1)]
+        for state_BWH in state_BRH[:, length:].split(widths, dim=1):
+            yield F.pad(state_BWH, (0, 0, 0, queries.index_BQ.shape[1] - state_BWH.shape[1]))
+
+    def supervised_counts(self, batch: Batch) -> Tensor:
+        """See `Speculator.supervised_counts`."""
+        return supervised_queries(batch, self.num_depths).weight_BQK.double().sum((0, 1))
+
+    def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:
+        """Sum over depths of step_decay^k * (weighted mean of the head loss). Metrics by depth: depth_loss, alpha, hit.
+
+        In training mode deep rows are dropped; what is left is scaled up to the same expected loss, so `normalizer`
+        counts every supervised token.
+        """
+        config, batch = self.config, by_document(batch)
+        queries = supervised_queries(batch, self.num_depths)
+        if self.training:
+            queries = retain(queries, retention_by_depth(config.retention, config.retention_min, self.num_depths))
+        states = self.depth_states(batch, queries, self.num_depths)
+        chosen_BQK = queries.weight_BQK > 0
+        hidden_NH = torch.cat([state_BQH[chosen_BQK[..., k]] for k, state_BQH in enumerate(states)])
+        hidden_NH = hidden_NH.to(compute_dtype(hidden_NH.device))
+        # From here on N counts the depths one after another.
+        row_N, query_N, depth_N = by_depth(chosen_BQK)
+        weight_N = queries.weight_BQK[row_N, query_N, depth_N]
+        predicted_N = queries.predicted_BQK[row_N, query_N, depth_N]
+        # A token at position t is predicted by the target's state at t-1; depths share one copy of each law.
+        needed_BT = torch.zeros_like(batch.input_ids_BT, dtype=torch.bool)
+        needed_BT[row_N, predicted_N - 1] = True
+        source_N = (needed_BT.flatten().cumsum(0).view_as(needed_BT) - 1)[row_N, predicted_N - 1]
+        probs_MD = self.target_probs(batch, needed_BT, hidden_NH.dtype)
+        out = fused_head_loss(
+            hidden_NH,
+            self.loss_head(),
+            probs_MD[source_N],
+            sum_plogp(probs_MD)[source_N],
+            weight_N * depth_weights(config.step_decay, normalizer)[depth_N],
+            self.loss_index_V[batch.input_ids_BT[row_N, predicted_N]],
+            config.loss,
+            config.lk_eta,
+            config.jsd_beta,
+            config.temperature / self.logit_scale,
+        )
+
+        def total(value_N: Tensor) -> Tensor:
+            return torch.zeros_like(normalizer).index_add(0, depth_N, value_N.double() * weight_N)
+
+        sums = {"depth_loss": total(out.loss_N), "alpha": total(out.alpha_N), "hit": total(out.hit_N)}
+        return LossOutput(out.total, sums, dict.fromkeys(sums, total(torch.ones_like(weight_N))))
+
+    @torch.no_grad()
+    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+        """See `Speculator.draft_hits`. Depths beyond `num_depths` are drafted the same way."""
+        batch = by_document(batch)
+        queries = supervised_queries(batch, num_draft_tokens)
+        drafted: list[list[Tensor]] = [[] for _ in range(num_draft_tokens)]
+        for part in query_parts(queries, max(1, HIT_ROWS // num_draft_tokens)):
+            for k, state_BQH in enumerate(self.depth_states(batch, part, num_draft_tokens)):
+                states = state_BQH.flatten(0, 1).split(ROWS)
+                best_N = torch.cat([self.draft_logits(state_NH).argmax(-1) for state_NH in states])
+                drafted[k].append(best_N.view(state_BQH.shape[:2]))
+        return chain_hits(batch, queries, (torch.cat(parts, dim=1) for parts in drafted))
+
+    # ------------------------------------------------------------------ decoding
+    @torch.no_grad()
+    def begin(self, prompts: list[list[int]], max_length: int) -> Any:
+        """See `Proposer.begin`."""
+        device = self.loss_ids_D.device
+        first_B1 = torch.tensor([[prompt[0]] for prompt in prompts], device=device)
+        nothing = torch.zeros(len(prompts), 0, dtype=torch.long, device=device)
+        cache = self.body.new_cache(max_length)
+        return PardState(cache, nothing, nothing, torch.zeros(len(prompts), dtype=torch.long, device=device), first_B1)
+
+    @torch.no_grad()
+    def commit(self, state: Any, committed: Committed) -> None:
+        """See `Proposer.commit`. The tokens are read by `propose`, in the same pass as the mask tokens."""
+        if not state.read:
+            self.cached_states(state.token_BS, state.position_BS, state.cache)
+        token_BS, position_BS, count_B = committed.token_BS, committed.position_BS + 1, committed.count_B
+        if state.first_B1 is not None:
+            token_BS = torch.cat([state.first_B1, token_BS], dim=1)
+            position_BS = F.pad(position_BS, (1, 0))
+            count_B, state.first_B1 = count_B + 1, None
+        state.token_BS, state.position_BS, state.count_B, state.read = token_BS, position_BS, count_B, False
+
+    @torch.no_grad()
+    def propose(self, state: Any, num_draft_tokens: int, choose: Chooser) -> Proposal:
+        """See `Proposer.propose`: one pass over the tokens committed last and K-1 mask tokens. The slots of the latter
+        are overwritten when tokens are committed there."""
+        masks, width = num_draft_tokens - 1, state.token_BS.shape[1]
+        column = torch.arange(width + masks, device=state.token_BS.device)
+        count_B1 = state.count_B[:, None]
+        token_BS = F.pad(state.token_BS, (0, masks)).masked_fill(column >= count_B1, self.config.mask_token_id)
+        position_BS = state.position_BS[:, :1] + column
+        # Rows of unequal length end in padding, whose entries go to one slot that no real row sees.
+        real_BS = column < count_B1 + masks
+        position_BS = position_BS.where(real_BS, position_BS[real_BS].max() + 1)
+        hidden_BSH = self.cached_states(token_BS, position_BS, state.cache)
+        state.read = True
+        rows = torch.arange(len(token_BS), device=column.device)
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for k in range(num_draft_tokens):
+            token_B, probs_BV = choose(self.draft_logits(hidden_BSH[rows, state.count_B - 1 + k]))
+            tokens.append(token_B)
+            if probs_BV is not None:
+                laws.append(F.pad(probs_BV, (0, self.body.vocab_size - probs_BV.shape[-1])))
+        count_B = torch.full_like(state.count_B, num_draft_tokens)
+        return Proposal(torch.stack(tokens, 1), count_B, torch.stack(laws, 1) if laws else None)
+
+    @torch.no_grad()
+    def select(self, state: Any, rows: Tensor) -> Any:
+        """See `Proposer.select`."""
+        state.cache.select(rows)
+        first_B1 = None if state.first_B1 is None else state.first_B1[rows]
+        return PardState(
+            state.cache, state.token_BS[rows], state.position_BS[rows], state.count_B[rows], first_B1, state.read
+        )
+
+    # ------------------------------------------------------------------ serving
+    def serving(self) -> ServingCheckpoint:
+        """A plain Hugging Face checkpoint with the mask token's id and its trained row, head and embedding apart."""
+        served = super().serving()
+        names = {module: name for name, module in self.decoder.named_modules()}
+        embedding = f"{self._prefix}.{names[self.body.embedding]}.weight"
+        table_VH = served.tensors[embedding]
+        row_H = self.mask_embedding.detach().to(table_VH.dtype)
+        table_VH = table_VH.index_copy(
+            0, torch.tensor([self.config.mask_token_id], device=table_VH.device), row_H[None]
+        )
+        head = {f"{self._head_name}.weight": served.tensors[embedding]} if self.lm_head is None else {}
+        return replace(
+            served,
+            config={**served.config, "tie_word_embeddings": False, "pard_token": self.config.mask_token_id},
+            tensors={**served.tensors, embedding: table_VH, **head},
+            speculative_config={"parallel_drafting": True},
+        )
+
+    @classmethod
+    def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Pard:
+        """Rebuild a draft from a Hugging Face checkpoint. Raises UserError as `DraftLM.from_serving` does, or where the
+        config names no mask token."""
+        names = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks
+        ids = [config[name] for name in names if config.get(name) is not None]
+        if not ids or not 0 <= int(ids[0]) < target.vocab_size:
+            raise UserError(f"exported pard draft: config.json needs pard_token below {target.vocab_size}, got {ids}")
+        model_config = {name: value for name, value in config.items() if name not in names}
+        plain = DraftLM.from_serving(model_config, tensors, target)
+        fields_of_plain = _plain_fields(asdict(plain.config))
+        draft = cls(PardConfig(**fields_of_plain, mask_token_id=int(ids[0])), plain.body.model, plain.loss_ids_D)
+        with torch.no_grad():
+            draft.mask_embedding.copy_(plain.body.embedding.weight[int(ids[0])])
+        draft.borrow(target)
+        return draft.eval().requires_grad_(False)
+
+
+def start_from_draft(path: str, target: TargetModel) -> tuple[Any, bool]:
+    """(the model of a trained `draft_lm`, float32, on the CPU; whether embedding and head are the target's own).
+
+    `path`: a checkpoint or an export. Raises UserError where it is none, or does not go with the target.
+    """
+    from spec_train.speculators import load_speculator
+
+    draft = load_speculator(Path(path), target)
+    if draft.kind != DraftLM.kind:
+        raise UserError(f"speculator.init_from {path}: holds a {draft.kind}; give a checkpoint or export of a draft_lm")
+    served = draft.serving()
+    model = build_model({name: value for name, value in served.config.items() if name != "architectures"})
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, value in served.tensors.items():
+            own[name].copy_(value)
+    pairs = (
+        (model.get_input_embeddings().weight, target.embedding.weight),
+        (model.get_output_embeddings().weight, target.lm_head.weight),
+    )
+    return model, all(torch.equal(mine.cpu(), theirs.float().cpu()) for mine, theirs in pairs)
+
+
+def _plain_fields(saved: dict[str, Any]) -> dict[str, Any]:
+    """What a PardConfig shares with a DraftLMConfig."""
+    return {field.name: saved[field.name] for field in fields(DraftLMConfig)}
