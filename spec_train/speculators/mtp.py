@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +45,7 @@ from spec_train.speculators.base import (
     ServingCheckpoint,
     Speculator,
 )
+from spec_train.speculators.chain_head import HeadState, proposal
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
 from spec_train.speculators.layers import ttt_attention
 from spec_train.speculators.mtp_block import MtpBlock, MtpConfig, start_from_last_layer
@@ -84,15 +84,6 @@ class MtpOptions(SpeculatorOptions):
     def vocab_limit(self) -> int | None:
         """See `SpeculatorOptions.vocab_limit`."""
         return self.loss_vocab_size
-
-
-@dataclass
-class _State:
-    """Drafting state: key/value slots by position, the last normed output and its position."""
-
-    cache: SlotCache
-    hidden_BH: Tensor
-    position_B: Tensor
 
 
 class Mtp(Speculator):
@@ -313,7 +304,7 @@ class Mtp(Speculator):
 
     def _drafted(self, state_BQH: Tensor) -> Tensor:
         """Greedy drafts [B, Q], a few rows of logits at a time."""
-        best = [self.logits(rows_NH).argmax(-1) for rows_NH in state_BQH.flatten(0, 1).split(ROWS)]
+        best = [self.logits(rows_NH).argmax(-1) for rows_NH in torch.split(state_BQH.flatten(0, 1), ROWS)]
         return torch.cat(best).view(state_BQH.shape[:2])
 
     def logits(self, state: Tensor) -> Tensor:
@@ -322,14 +313,14 @@ class Mtp(Speculator):
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()
-    def begin(self, prompts: list[list[int]], max_length: int) -> _State:
+    def begin(self, prompts: list[list[int]], max_length: int) -> HeadState:
         """See `Proposer.begin`."""
         device, size = self.embedding_VH.device, len(prompts)
         hidden = torch.zeros(size, self.config.hidden_size, device=device, dtype=self.block.input_proj.weight.dtype)
-        return _State(SlotCache(1, max_length), hidden, torch.full((size,), -1, device=device))
+        return HeadState(SlotCache(1, max_length), hidden, torch.full((size,), -1, device=device))
 
     @torch.no_grad()
-    def commit(self, state: _State, committed: Committed) -> None:
+    def commit(self, state: HeadState, committed: Committed) -> None:
         """See `Proposer.commit`. Verified rows are recomputed from the target's states, never from drafted ones."""
         features: Features = committed.features
         first_BSH = self.first_state(features.aux_hidden, features.last_hidden)
@@ -338,7 +329,7 @@ class Mtp(Speculator):
         state.hidden_BH, state.position_B = out_BSH[rows, last], committed.position_BS[rows, last]
 
     @torch.no_grad()
-    def propose(self, state: _State, num_draft_tokens: int, choose: Chooser) -> Proposal:
+    def propose(self, state: HeadState, num_draft_tokens: int, choose: Chooser) -> Proposal:
         """See `Proposer.propose`."""
         hidden_BH = state.hidden_BH
         tokens: list[Tensor] = []
@@ -351,13 +342,12 @@ class Mtp(Speculator):
             tokens.append(token_B)
             if law_BV is not None:
                 laws.append(law_BV)
-        count = torch.full_like(state.position_B, num_draft_tokens)
-        return Proposal(torch.stack(tokens, 1), count, torch.stack(laws, 1) if laws else None)
+        return proposal(tokens, laws)
 
-    def select(self, state: _State, rows: Tensor) -> _State:
+    def select(self, state: HeadState, rows: Tensor) -> HeadState:
         """See `Proposer.select`."""
         state.cache.select(rows)
-        return _State(state.cache, state.hidden_BH[rows], state.position_B[rows])
+        return HeadState(state.cache, state.hidden_BH[rows], state.position_B[rows])
 
     def _cached_block(self, state_BSH: Tensor, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
         """Normed outputs [B, S, H] for (state, token) pairs at their positions, on top of the cached ones."""

@@ -214,7 +214,7 @@ def _fold_norm(block: MtpBlock, which: str, norm_d: Tensor) -> None:
     """Stand in for a norm of queries or keys, which this layer lacks: rows divided by the size that their head has on
     an isotropic input, times the norm's weight."""
     projection = block.self_attn.q_proj if which == "q" else block.self_attn.k_proj
-    rows = projection.weight.unflatten(0, (-1, block.self_attn.dim))
+    rows = projection.weight.view(-1, block.self_attn.dim, projection.in_features)
     if len(norm_d) != block.self_attn.dim:
         return  # heads of another width: the projection was not copied either
     size = (rows * block.input_layernorm.weight).square().sum(-1).mean(-1)[:, None, None].sqrt()

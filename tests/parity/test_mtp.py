@@ -56,7 +56,7 @@ def fit(target: TargetModel, head: Mtp, steps: int, prompts: list[list[int]] = P
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * (1 - step / steps)
         optimizer.zero_grad()
-        head.loss(batch, normalizer).loss.backward()
+        head.loss(batch, normalizer).loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -202,7 +202,7 @@ def test_gradient_checkpointing_changes_nothing_and_packing_neither(target: Targ
     for per_row, checkpointing in ((1, False), (2, False), (2, True)):
         head = head_for(target, gradient_checkpointing=checkpointing)
         batch = target.fill_features(packed_batch(documents, per_row), head.feature_spec, torch.float32)
-        head.loss(batch, head.supervised_counts(batch)).loss.backward()
+        head.loss(batch, head.supervised_counts(batch)).loss.backward()  # type: ignore[no-untyped-call]
         results.append([p.grad.clone() for p in head.parameters() if p.grad is not None])
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
