@@ -244,8 +244,8 @@ def _measure(
     for row in rows:
         run = runs[row["name"]]
         depths = run.recipe.eval.num_draft_tokens
-        trained = load_speculator(best_checkpoint(run), target)
-        contenders.append((speculator_contender(trained, row["name"], depths, row["name"]), row))
+        result = load_speculator(best_checkpoint(run), target)
+        contenders.append((speculator_contender(result, row["name"], depths, row["name"]), row))
     for run in _first_of_each_kind(runs):
         if run.recipe.speculator.start_is_baseline():
             run.share_target(first)
