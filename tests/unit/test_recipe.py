@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from spec_train.comparison import load_comparison
 from spec_train.errors import UserError
 from spec_train.recipe import Recipe, dump_recipe, known_keys, load_recipe, recipe_hash
+from spec_train.speculators import METHODS, options_class
 from spec_train.speculators.eagle3 import Eagle3Options
 
 ROOT = Path(__file__).parents[2]
@@ -221,9 +223,22 @@ def test_a_bundled_recipe_is_found_from_anywhere(tmp_path: Path, monkeypatch: py
     assert load_recipe(Path("recipes/quickstart/eagle3.yaml")).run.name == "quickstart"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda f: f.parent.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_every_shipped_recipe_loads(file: Path) -> None:
-    assert isinstance(load_recipe(file), Recipe)
+    if file.parent.name == "comparisons":
+        for entry in load_comparison(file).entries:
+            assert isinstance(load_recipe(ROOT / entry.recipe, entry.overrides), Recipe)
+    else:
+        assert isinstance(load_recipe(file), Recipe)
+
+
+def test_every_method_has_a_quickstart_on_the_same_data() -> None:
+    recipes = {kind: load_recipe(ROOT / "recipes" / "quickstart" / f"{kind}.yaml") for kind in METHODS}
+    for kind, recipe in recipes.items():
+        assert recipe.speculator.type == kind
+        for section in ("target", "data", "responses", "features"):
+            assert getattr(recipe, section) == getattr(recipes["eagle3"], section), (kind, section)
+        assert recipe.run.data_dir == recipes["eagle3"].run.data_dir
 
 
 def test_hash_changes_with_content_alone(recipe_file: Path) -> None:
@@ -236,19 +251,36 @@ def test_hash_changes_with_content_alone(recipe_file: Path) -> None:
 
 
 def test_the_documentation_holds_every_key_with_its_default(recipe_file: Path) -> None:
-    text = (ROOT / "docs" / "recipe.md").read_text()
-    rows = re.findall(r"^\| `([\w.\[\]]+)` \| (.+?) \|", text, re.MULTILINE)
+    before, _, rest = (ROOT / "docs" / "recipe.md").read_text().partition("\n## speculator\n")
+    _, _, after = rest.partition("\n## ")
+    rows = documented(before + after)
+    sections = [section for section in Recipe.model_fields if section != "speculator"]
     assert [key.replace("[]", ".N") for key, _ in rows if key != "data.sources"] == (
-        [key for section in Recipe.model_fields for key in leaf_keys(section)]
+        [key for section in sections for key in leaf_keys(section)]
     )
     defaults = load_recipe(recipe_file).model_dump()
     defaults["data"]["sources"][0]["path"] = defaults["target"]["model"] = None
-    for key, documented in rows:
+    for key, default in rows:
         value: Any = defaults
         for part in key.replace("[]", ".0").split("."):
             value = value[int(part)] if part.isdigit() else value[part]
-        if documented != "required" and key != "run.output_dir":
-            assert parse_scalar(documented.strip("`")) == value, key
+        if default != "required" and key != "run.output_dir":
+            assert parse_scalar(default.strip("`")) == value, key
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_the_documentation_holds_every_option_of_every_method(kind: str) -> None:
+    _, _, rest = (ROOT / "docs" / "recipe.md").read_text().partition(f"\n### {kind}\n")
+    rows = documented(re.split("\n##", rest)[0])
+    fields = {name: field for name, field in options_class(kind).model_fields.items() if name != "type"}
+    assert [key.removeprefix("speculator.") for key, _ in rows] == list(fields)
+    for (_, default), (name, field) in zip(rows, fields.items(), strict=True):
+        assert parse_scalar(default.strip("`")) == field.default, name
+
+
+def documented(text: str) -> list[tuple[str, str]]:
+    """(key, default) of every row of the tables."""
+    return re.findall(r"^\| `([\w.\[\]]+)` \| (.+?) \|", text, re.MULTILINE)
 
 
 def leaf_keys(section: str) -> list[str]:
