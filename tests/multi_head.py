@@ -147,6 +147,47 @@ def assert_estimate_equals_decode(target: TargetModel, speculator: MultiHead) ->
         assert list(counts.survived) == [sum(cycle.kept > i for cycle in cycles) for i in range(k)]
 
 
+def plain_loss(speculator: MultiHead, target: TargetModel, batch: Batch, normalizer: torch.Tensor) -> torch.Tensor:
+    """The KL loss position by position: heads fed one state and one token at a time, full softmaxes, no chunks."""
+    heads, ids = speculator.heads, speculator.heads.draft_ids_D
+    assert batch.last_hidden_BTH is not None
+    total = torch.zeros(())
+    for b, p in torch.cartesian_prod(*map(torch.arange, batch.input_ids_BT.shape)).tolist():
+        state = heads.start(batch.last_hidden_BTH[b, p])
+        for k in range(heads.num_heads):
+            if p + 2 + k >= batch.input_ids_BT.shape[1] or batch.document_BT[b, p] != batch.document_BT[b, p + 2 + k]:
+                break
+            state = heads.step(state, batch.input_ids_BT[b, p + 1 + k], k)
+            target_probs = target.logits(batch.last_hidden_BTH[b, p + 1 + k]).softmax(-1)[ids]
+            log_draft = (heads.output_head(k) @ state[0]).log_softmax(-1)
+            kl = (target_probs * (target_probs.log() - log_draft)).sum()
+            weight = batch.loss_weight_BT[b, p + 2 + k] * (batch.document_BT[b, p] >= 0)
+            total = total + speculator.config.step_decay**k * weight * kl / normalizer[k]
+    return total.float()
+
+
+def assert_loss_equals_plain_loss(speculator: MultiHead, target: TargetModel) -> None:
+    """Gathered, packed and fused, the loss and its gradient are those of the plain loop; nearly so in bfloat16."""
+    torch.manual_seed(1)
+    documents = [(torch.randint(3, 300, (length,)).tolist(), start) for length, start in ((12, 4), (9, 6), (10, 1))]
+    batch = target.fill_features(packed_batch(documents, 2), speculator.feature_spec, torch.float32)
+    normalizer = speculator.supervised_counts(batch)
+    gradients, losses = [], []
+    for loss in (speculator.loss(batch, normalizer).loss, plain_loss(speculator, target, batch, normalizer)):
+        speculator.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append({name: p.grad.clone() for name, p in speculator.named_parameters() if p.grad is not None})
+    assert abs(losses[0] - losses[1]) < 1e-5 * losses[1]
+    for name, gradient in gradients[1].items():
+        assert torch.allclose(gradients[0][name], gradient, atol=1e-5), name
+    with torch.autocast("cpu", torch.bfloat16):
+        states = list(speculator.unroll(batch, supervised_queries(batch, 1), 1))
+        half = speculator.loss(batch, normalizer).loss
+    assert states[0].dtype == torch.bfloat16  # the loss is computed in the dtype of the states
+    assert abs(float(half.detach()) - losses[1]) < 0.03 * losses[1]
+
+
 def assert_supervision(speculator: MultiHead, target: TargetModel) -> None:
     """Every weight of every head learns (N05); a batch that supervises nothing gives a 0 that reaches all weights."""
     batch = answers(target)

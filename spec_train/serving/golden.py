@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from spec_train.batch import Features
-from spec_train.speculators.base import Committed, Proposer
+from spec_train.speculators.base import Committed, Speculator
 from spec_train.target import TargetModel
 
-NUM_DRAFT_TOKENS = 4
+NUM_DRAFT_TOKENS = 4  # fewer where the speculator has fewer heads
 
 
-def make_golden(speculator: Proposer, target: TargetModel, token_ids: list[int]) -> dict[str, Tensor]:
+def make_golden(speculator: Speculator, target: TargetModel, token_ids: list[int]) -> dict[str, Tensor]:
     """Run `target` over `token_ids` (at least 2) and draft after them.
 
     token_ids int64 [T]; aux_hidden [T-1, A*H] and last_hidden [T-1, H], where the method needs them; draft_ids int64
@@ -34,7 +34,7 @@ def make_golden(speculator: Proposer, target: TargetModel, token_ids: list[int])
     return {**tensors, **draft(speculator, tensors, target.device)}
 
 
-def draft(speculator: Proposer, golden: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def draft(speculator: Speculator, golden: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """draft_ids and draft_logits of `speculator` on the states of a golden sample."""
     ids = golden["token_ids"].to(device)
     aux, last = golden.get("aux_hidden"), golden.get("last_hidden")
@@ -52,8 +52,9 @@ def draft(speculator: Proposer, golden: dict[str, Tensor], device: torch.device)
         seen.append(logits_BD[0].float().cpu())
         return logits_BD.argmax(dim=-1), None
 
+    depth = min(NUM_DRAFT_TOKENS, speculator.max_draft_tokens or NUM_DRAFT_TOKENS)
     with torch.no_grad():
-        state = speculator.begin([ids[:-1].tolist()], len(ids) + NUM_DRAFT_TOKENS)
+        state = speculator.begin([ids[:-1].tolist()], len(ids) + depth)
         speculator.commit(state, committed)
-        proposal = speculator.propose(state, NUM_DRAFT_TOKENS, greedy)
+        proposal = speculator.propose(state, depth, greedy)
     return {"draft_ids": proposal.token_BK[0].cpu(), "draft_logits": torch.stack(seen)}

@@ -9,8 +9,7 @@ W^r and b start at zero and W_k at the target's output head, so every head start
 Heads read no token, hence what head 1 drafts knows nothing of what head 0 drafted. `shared_head` keeps one W for all.
 
 vLLM 0.32 has a loader of its own for these files (method medusa), later versions have none; our plugin reads them in
-every version. That loader takes separate output heads with the whole vocabulary, and a reduced vocabulary
-(`token_map`, absolute ids) with `shared_head` only.
+every version. That loader refuses every reduced vocabulary (`token_map`, absolute ids), though it knows the name.
 
 Shape legend: see `base.py`.
 """

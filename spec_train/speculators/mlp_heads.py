@@ -118,7 +118,7 @@ class LstmHeads(DraftHeads):
         kept = torch.sigmoid(self._gate("input", hidden, token, k))
         out = torch.sigmoid(self._gate("output", hidden, token, k))
         new = F.gelu(self.cell_ln[0](self._gate("cell", hidden, token, k)))
-        cell = cell * forget + new * kept
+        cell = cell.to(new.dtype) * forget + new * kept
         return F.gelu(self.state_ln[0](cell)) * out, cell
 
     def _gate(self, gate: str, hidden: Tensor, token: Tensor, k: int) -> Tensor:

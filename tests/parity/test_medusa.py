@@ -139,6 +139,11 @@ def test_each_head_learns_its_own_offset(target: TargetModel) -> None:
         assert drafts[p].tolist() == ids[p + 2 : p + 6] or p < 2
 
 
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_loss_equals_a_plain_loop(target: TargetModel, options: dict[str, Any]) -> None:
+    shared.assert_loss_equals_plain_loss(shared.fresh(Medusa, target, SOME_IDS, **options), target)
+
+
 @pytest.mark.parametrize("loss", ["kl", "ce", "lk"])
 def test_estimate_equals_decode(target: TargetModel, loss: str) -> None:
     speculator = shared.fresh(Medusa, target, loss=loss)

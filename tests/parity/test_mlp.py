@@ -180,6 +180,11 @@ def test_every_weight_learns(target: TargetModel, options: dict[str, Any]) -> No
     shared.assert_supervision(shared.fresh(Mlp, target, **options), target)
 
 
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_loss_equals_a_plain_loop(target: TargetModel, options: dict[str, Any]) -> None:
+    shared.assert_loss_equals_plain_loss(shared.fresh(Mlp, target, SOME_IDS, **options), target)
+
+
 @pytest.mark.parametrize("loss", ["kl", "ce", "lk"])
 def test_estimate_equals_decode(target: TargetModel, loss: str) -> None:
     speculator = shared.fresh(Mlp, target, loss=loss)
