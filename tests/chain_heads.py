@@ -95,7 +95,7 @@ def assert_estimate_equals_decode(target: TargetModel, head: Speculator, batch: 
 
 def decode_one(target: TargetModel, head: Speculator, k: int) -> tuple[bool, float]:
     """(the text is that of plain decoding, mean acceptance length) on the first prompt."""
-    settings = {"sampling": GREEDY, "max_new_tokens": 41}
+    settings: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 41}
     plain = plain_decode(target, PROMPTS[:1], **settings).requests[0]
     request = speculative_decode(target, head, PROMPTS[:1], num_draft_tokens=k, **settings).requests[0]
     accepted = sum(cycle.accepted for cycle in request.cycles)

@@ -79,8 +79,8 @@ class LayerConfig:
 
     def serving(self) -> dict[str, Any]:
         """The layers' part of a served config.json."""
-        left_out = ("architectures", "transformers_version", "_name_or_path")
-        left_out += ("bos_token_id", "eos_token_id", "pad_token_id")  # the target's count
+        left_out = {"architectures", "transformers_version", "_name_or_path"}
+        left_out |= {"bos_token_id", "eos_token_id", "pad_token_id"}  # the target's count
         layer = {key: value for key, value in self.llama().to_dict().items() if key not in left_out}
         layer["rope_theta"] = self.rope_parameters.get("rope_theta")  # older readers look here
         return layer
