@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
+from spec_train.recipe import SpeculatorOptions
 from spec_train.speculators.base import (
     Chooser,
     Committed,
@@ -36,16 +37,16 @@ from spec_train.speculators.base import (
     Speculator,
 )
 from spec_train.speculators.draft_start import (
+    DraftLMConfig,
     DraftLMOptions,
     build_model,
+    draft_config,
     lend,
-    model_config,
-    real_vocab_size,
     start,
     with_rows,
 )
 from spec_train.speculators.lora import inject_lora, merged
-from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs, sum_plogp
+from spec_train.speculators.losses import fused_head_loss, restricted_target_probs, sum_plogp
 from spec_train.speculators.on_policy import with_own_answers
 from spec_train.speculators.supervision import response_hits
 from spec_train.target import TargetModel
@@ -53,30 +54,6 @@ from spec_train.target import TargetModel
 ROWS = 256  # rows of full-vocabulary logits held at once
 REAL_VOCAB_SIZE = "spec_train_real_vocab_size"  # key of an export's config.json; engines pass over it
 NO_STATES = FeatureSpec(aux_layer_ids=(), last_hidden=False)
-
-
-@dataclass(frozen=True)
-class DraftLMConfig:
-    """What rebuilds a draft; saved beside every checkpoint.
-
-    model              config.json of the bare model, with the target's number of rows
-    real_vocab_size    ids below this one are drafted, those above are padding
-    borrows            embedding and head are the target's own and not saved
-    train_embeddings   they are trained
-    lora               rank, alpha and target modules, None where all weights are trained
-    """
-
-    model: dict[str, Any]
-    real_vocab_size: int
-    borrows: bool
-    train_embeddings: bool
-    lora: dict[str, Any] | None = None
-    loss: LossKind = "kl"
-    jsd_beta: float = 0.5
-    lk_eta: float = 3.0
-    temperature: float = 1.0
-    on_policy_fraction: float = 0.0
-    gradient_checkpointing: bool = False
 
 
 @dataclass
@@ -97,8 +74,12 @@ class DraftLM(Speculator):
 
     kind = "draft_lm"
     method = "draft_model"
-    options = DraftLMOptions
+    options: ClassVar[type[SpeculatorOptions]] = DraftLMOptions
     num_depths = 1
+    decoder: Any  # a module of Transformers, which is untyped
+    lm_head: nn.Linear | None
+    _prefix: str  # what precedes the names of the decoder's tensors in a checkpoint, and those of the head's
+    _head_name: str
 
     def __init__(self, config: DraftLMConfig, model: Any, loss_ids_D: Tensor) -> None:
         """`model`: a causal language model as `build_model` makes it, float32. `loss_ids_D`: ascending ids that the
@@ -160,7 +141,7 @@ class DraftLM(Speculator):
             for name, buffer in module._buffers.items()
             if "inv_freq" in name and buffer is not None
         ]
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for module, name, buffer in kept:
             module._buffers[name] = buffer.to(module._buffers[name].device)  # type: ignore[union-attr]
         return self
@@ -279,7 +260,7 @@ class DraftLM(Speculator):
             if temperature == 1:
                 lse_N = batch.target_lse_BT[chosen_BT]
             else:  # the stored logsumexp is that of temperature 1
-                parts = [self.target.logits(part).float() / temperature for part in hidden_NH.split(ROWS)]
+                parts = [self.target.logits(part).float() / temperature for part in torch.split(hidden_NH, ROWS)]
                 lse_N = torch.cat([part.logsumexp(-1) for part in parts]) if parts else logits.new_zeros(0)
             return restricted_target_probs(logits / temperature, lse_N, dtype)
 
@@ -288,7 +269,7 @@ class DraftLM(Speculator):
         """See `Speculator.draft_hits`: draft k from state p is right where the argmax at p+1+k is token p+2+k."""
         chosen = next_token_weights(batch) > 0
         hidden_NH = self.packed_states(batch)[chosen]
-        best = [self.draft_logits(part).argmax(-1) for part in hidden_NH.split(ROWS)]
+        best = [self.draft_logits(part).argmax(-1) for part in torch.split(hidden_NH, ROWS)]
         right_BT = torch.zeros_like(chosen)
         if best:
             right_BT[chosen] = torch.cat(best) == F.pad(batch.input_ids_BT[:, 1:], (0, 1))[chosen]
@@ -390,27 +371,3 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     """What matrix products run in: the autocast dtype, else float32."""
     on = torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if on else torch.float32
-
-
-def draft_config(options: Any, model: Any, target: TargetModel) -> DraftLMConfig:
-    """Geometry from the model, the rest from the recipe. Raises UserError where fresh embeddings would stay random."""
-    own_width = int(model.config.hidden_size) != target.hidden_size
-    borrows = options.start_model is None and not own_width and not options.train_embeddings
-    if options.shape is not None and own_width and options.train_embeddings is False:
-        raise UserError(
-            "speculator.train_embeddings is false but speculator.shape has another width than the target, whose "
-            "embedding does not fit: remove one of the two"
-        )
-    return DraftLMConfig(
-        model=model_config(model.config),
-        real_vocab_size=real_vocab_size(target),
-        borrows=borrows,
-        train_embeddings=not borrows and options.train_embeddings is not False and options.lora is None,
-        lora=None if options.lora is None else options.lora.model_dump(),
-        loss=options.loss,
-        jsd_beta=options.jsd_beta,
-        lk_eta=options.lk_eta,
-        temperature=options.temperature,
-        on_policy_fraction=options.on_policy_fraction,
-        gradient_checkpointing=options.gradient_checkpointing,
-    )

@@ -8,6 +8,7 @@ neither we nor an engine that knows nothing of padding can draft such an id gree
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +84,54 @@ class DraftLMOptions(SpeculatorOptions):
     def vocab_limit(self) -> int | None:
         """See `SpeculatorOptions.vocab_limit`."""
         return self.loss_vocab_size
+
+
+@dataclass(frozen=True)
+class DraftLMConfig:
+    """What rebuilds a draft; saved beside every checkpoint.
+
+    model              config.json of the bare model, with the target's number of rows
+    real_vocab_size    ids below this one are drafted, those above are padding
+    borrows            embedding and head are the target's own and not saved
+    train_embeddings   they are trained
+    lora               rank, alpha and target modules, None where all weights are trained
+    """
+
+    model: dict[str, Any]
+    real_vocab_size: int
+    borrows: bool
+    train_embeddings: bool
+    lora: dict[str, Any] | None = None
+    loss: LossKind = "kl"
+    jsd_beta: float = 0.5
+    lk_eta: float = 3.0
+    temperature: float = 1.0
+    on_policy_fraction: float = 0.0
+    gradient_checkpointing: bool = False
+
+
+def draft_config(options: Any, model: Any, target: TargetModel) -> DraftLMConfig:
+    """Geometry from the model, the rest from the recipe. Raises UserError where fresh embeddings would stay random."""
+    own_width = int(model.config.hidden_size) != target.hidden_size
+    borrows = options.start_model is None and not own_width and not options.train_embeddings
+    if options.shape is not None and own_width and options.train_embeddings is False:
+        raise UserError(
+            "speculator.train_embeddings is false but speculator.shape has another width than the target, whose "
+            "embedding does not fit: remove one of the two"
+        )
+    return DraftLMConfig(
+        model=model_config(model.config),
+        real_vocab_size=real_vocab_size(target),
+        borrows=borrows,
+        train_embeddings=not borrows and options.train_embeddings is not False and options.lora is None,
+        lora=None if options.lora is None else options.lora.model_dump(),
+        loss=options.loss,
+        jsd_beta=options.jsd_beta,
+        lk_eta=options.lk_eta,
+        temperature=options.temperature,
+        on_policy_fraction=options.on_policy_fraction,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
 
 
 def start(options: Any, target: TargetModel) -> Any:

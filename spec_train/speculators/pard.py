@@ -39,8 +39,8 @@ from spec_train.recipe import Probability
 from spec_train.speculators.base import Chooser, Committed, LossOutput, Proposal, ResponseHits, ServingCheckpoint
 from spec_train.speculators.cod import depth_width, retain, retention_by_depth
 from spec_train.speculators.distillation import chain_hits, depth_weights
-from spec_train.speculators.draft_lm import ROWS, DraftLM, DraftLMConfig, compute_dtype, draft_config
-from spec_train.speculators.draft_start import DraftLMOptions, build_model, start
+from spec_train.speculators.draft_lm import ROWS, DraftLM, compute_dtype
+from spec_train.speculators.draft_start import DraftLMConfig, DraftLMOptions, build_model, draft_config, start
 from spec_train.speculators.lora import merged
 from spec_train.speculators.losses import fused_head_loss, sum_plogp
 from spec_train.speculators.pard_rows import by_depth, by_document, query_parts, row_places, visible_rows

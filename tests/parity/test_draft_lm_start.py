@@ -16,7 +16,7 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.speculators.draft_lm import DraftLM
-from spec_train.speculators.draft_start import DraftLMOptions, choose_layers
+from spec_train.speculators.draft_start import DraftLMOptions, DraftShape, choose_layers
 from spec_train.target import TargetModel
 from tests.parity.test_draft_lm import LORA, PROMPTS, answers, draft_for, fit
 from tests.tiny import tiny_model
@@ -50,7 +50,8 @@ def test_all_layers_of_the_target_are_the_target(kind: str, tmp_path: Path) -> N
     served = draft.serving()
     path = tmp_path / "served"
     rebuilt = DraftLM.from_serving(served.config, served.tensors, target)
-    rebuilt.body.model.save_pretrained(path)  # whatever Transformers itself makes of config and weights
+    model: Any = rebuilt.body.model
+    model.save_pretrained(path)  # whatever Transformers itself makes of config and weights
     ids = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(path)(ids).logits
@@ -107,7 +108,7 @@ def test_what_is_trained_and_saved(target: TargetModel) -> None:
 
 
 def test_a_start_is_a_function_of_the_seed(target: TargetModel) -> None:
-    options = DraftLMOptions(type="draft_lm", shape={"num_layers": 2, "hidden_size": 32})
+    options = DraftLMOptions(type="draft_lm", shape=DraftShape(num_layers=2, hidden_size=32))
     state = torch.random.get_rng_state()
     drafts = [DraftLM.from_recipe(options, target, torch.arange(320), seed) for seed in (1, 1, 2)]
     assert torch.equal(state, torch.random.get_rng_state())

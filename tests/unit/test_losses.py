@@ -59,7 +59,7 @@ def test_fused_loss_equals_reference(kind: Any, rows: int, temperature: float) -
     ):
         hidden.grad = weight.grad = None
         out = function(scale, label, kind, eta=2.0, beta=0.3, temperature=temperature)
-        (2 * out.total).backward()
+        (2 * out.total).backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None and weight.grad is not None
         outs.append((out, hidden.grad.clone(), weight.grad.clone()))
     (fused, *grads), (plain, *plain_grads) = outs
@@ -73,7 +73,7 @@ def test_fused_loss_equals_reference(kind: Any, rows: int, temperature: float) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_head_gets_no_gradient_and_changes_none(kind: Any) -> None:
     hidden, weight, probs, scale, label = inputs(40)
-    grads = []
+    grads: list[Tensor] = []
     for head in (weight, weight.detach()):
         hidden.grad = None
         fused_head_loss(hidden, head, probs, sum_plogp(probs), scale, label, kind).total.backward()  # type: ignore[no-untyped-call]
