@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +67,7 @@ class MedusaHeads(DraftHeads):
 
     def output_head(self, k: int) -> Tensor:
         """See `DraftHeads.output_head`."""
-        weight: Tensor = self.lm_heads[min(k, len(self.lm_heads) - 1)].weight
-        return weight
+        return cast(nn.Linear, self.lm_heads[min(k, len(self.lm_heads) - 1)]).weight
 
 
 # ------------------------------------------------------------------ served form

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class MlpShape:
     @property
     def emb_over_state(self) -> float:
         """emb_weight / state_weight: the state keeps half of its magnitude up to the last head, in expectation."""
-        state_weight = 0.5 ** (0.5 / self.num_heads)
+        state_weight: float = 0.5 ** (0.5 / self.num_heads)
         return math.sqrt((1 - state_weight**2) * self.inner_dim / 2) / state_weight
 
 
@@ -85,8 +85,7 @@ class MlpHeads(DraftHeads):
 
     def output_head(self, k: int) -> Tensor:
         """See `DraftHeads.output_head`."""
-        weight: Tensor = self.head[min(k, len(self.head) - 1)].weight
-        return weight
+        return cast(nn.Linear, self.head[min(k, len(self.head) - 1)]).weight
 
 
 class LstmHeads(DraftHeads):
@@ -129,8 +128,7 @@ class LstmHeads(DraftHeads):
 
     def output_head(self, k: int) -> Tensor:
         """See `DraftHeads.output_head`."""
-        weight: Tensor = self.head[0].weight
-        return weight
+        return cast(nn.Linear, self.head[0]).weight
 
 
 def make_heads(shape: MlpShape, d2t_D: Tensor) -> MlpHeads | LstmHeads:
@@ -191,7 +189,9 @@ def served_shape(config: dict[str, Any]) -> MlpShape:
     method = config.get("method", "mlp")
     if method not in ("mlp", "sum_rnn", "sum_lstm"):
         raise UserError(f"MLP speculator: method {method!r} is not known; sum_rnn and sum_lstm are")
-    widths = {key: _width(config[key], key) for key in ("inner_dim", "emb_dim", "proj_dim") if key in config}
+    widths: dict[str, Any] = {
+        key: _width(config[key], key) for key in ("inner_dim", "emb_dim", "proj_dim") if key in config
+    }
     hidden = int(config.get("input_hidden_dim") or config_value(widths, "emb_dim", "MLP speculator"))
     inner = widths.get("inner_dim") or hidden
     arctic = "input_hidden_dim" in config
