@@ -223,6 +223,7 @@ def engine_config(folder: Path | None, **changes: Any) -> Any:
         additional_config={PLUGIN_KEY: str(folder)} if folder else {},
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["stages"]),
         speculative_config=SimpleNamespace(num_speculative_tokens=values["drafts"]),
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(
             model="some/target",
             dtype=torch.float32,
@@ -237,7 +238,7 @@ def engine_config(folder: Path | None, **changes: Any) -> Any:
     [
         ({"drafts": 4}, "3 heads cannot draft 4 tokens: lower num_speculative_tokens to 3"),
         ({"hidden": 128}, r"\(64, 320\) cannot draft for some/target, which has \(128, 320\)"),
-        ({"stages": 2}, "does not work with pipeline parallelism"),
+        ({"stages": 2}, "no drafter with pipeline parallelism"),
     ],
 )
 def test_an_engine_that_does_not_suit_is_refused(served: Served, changes: dict[str, int], message: str) -> None:

@@ -62,10 +62,11 @@ class SpecTrainProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Read the export and build its heads. Raises UserError if it cannot be served with this configuration."""
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise UserError("SpecTrainProposer does not work with pipeline parallelism: use tensor parallelism")
+            raise UserError("vLLM's model runner V1 has no drafter with pipeline parallelism: use tensor parallelism")
         directory = export_directory(vllm_config.additional_config)
         self.heads = load_heads(directory)
         check_heads(self.heads, directory, vllm_config)
+        self.device = torch.device(vllm_config.device_config.device_type)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.step: Step | None = None
         watch_runner()
@@ -78,8 +79,7 @@ class SpecTrainProposer:
                 f"SpecTrainProposer cannot serve {unnormed.pop()}: vLLM gives its states before the final norm, "
                 "and the heads were trained on those after it"
             )
-        device = next(target.parameters()).device
-        self.heads.to(device, self.dtype).eval().requires_grad_(False)
+        self.heads.to(self.device, self.dtype).eval().requires_grad_(False)
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
@@ -98,10 +98,9 @@ class SpecTrainProposer:
         requests = [request for request, row in enumerate(rows) if row is not None]
         if not requests or step.num_draft_tokens == 0:
             return drafts
-        device = step.states_NH.device
-        states_BH = step.states_NH[torch.tensor([row for row in rows if row is not None], device=device)]
-        token_B = torch.tensor([sampled_token_ids[request][-1] for request in requests], device=device)
-        draft_BK = self.heads.draft(states_BH, token_B, step.num_draft_tokens)
+        row_B = torch.tensor([row for row in rows if row is not None], device=self.device)
+        token_B = torch.tensor([sampled_token_ids[request][-1] for request in requests], device=self.device)
+        draft_BK = self.heads.draft(step.states_NH[row_B], token_B, step.num_draft_tokens)
         for request, tokens in zip(requests, draft_BK.tolist(), strict=True):
             drafts[request] = tokens
         return drafts
