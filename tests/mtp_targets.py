@@ -113,7 +113,7 @@ def _random(name: str, family: str) -> Tensor:
     """A tensor of the MTP layer, its shape from its name."""
     if "norm" in name:
         size = HEAD_DIM if name.endswith(("q_norm.weight", "k_norm.weight")) else HIDDEN
-        return float(family != "qwen3_5") + 0.3 * torch.randn(size)
+        return torch.full((size,), float(family != "qwen3_5")) + 0.3 * torch.randn(size)
     queries = HEADS * HEAD_DIM * (2 if family == "qwen3_5" else 1)
     rows = {"q_proj": queries, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM, "o_proj": HIDDEN}
     rows.update({"gate_proj": INNER, "up_proj": INNER, "down_proj": HIDDEN, "input_proj": HIDDEN})
@@ -123,4 +123,5 @@ def _random(name: str, family: str) -> Tensor:
     module = name.split(".")[-2]
     if name.endswith("bias"):
         return 0.3 * torch.randn(rows[module])
-    return torch.randn(rows[module], columns.get(module, HIDDEN)) * columns.get(module, HIDDEN) ** -0.5
+    width = columns.get(module, HIDDEN)
+    return torch.randn(rows[module], width).div(width**0.5)

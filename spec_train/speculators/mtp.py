@@ -237,19 +237,11 @@ class Mtp(Speculator):
         own: list[tuple[Tensor, Tensor]] = []
         for k in range(1, depths):
             token = ids[rows, (index + 1 + k).clamp(max=length - 1)]
+            arguments = (state, token, query_position + k, (keys, values), list(own), mask_BQT)
             if self.config.gradient_checkpointing and torch.is_grad_enabled():
-                state, entry = checkpoint(
-                    self._next_depth,
-                    state,
-                    token,
-                    query_position + k,
-                    (keys, values),
-                    list(own),
-                    mask_BQT,
-                    use_reentrant=False,
-                )
+                state, entry = checkpoint(self._next_depth, *arguments, use_reentrant=False)
             else:
-                state, entry = self._next_depth(state, token, query_position + k, (keys, values), own, mask_BQT)
+                state, entry = self._next_depth(*arguments)
             own.append(entry)
             yield state
 

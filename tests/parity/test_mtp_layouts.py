@@ -72,7 +72,7 @@ def layer(
     for t in range(len(y)):
         x = norm(y[t : t + 1], "input_layernorm.weight")
         q = project(x, "self_attn.q_proj").view(1, HEADS, -1)
-        q, gate = q.split([HEAD_DIM, q.shape[-1] - HEAD_DIM], dim=-1)
+        q, gate = torch.split(q, [HEAD_DIM, q.shape[-1] - HEAD_DIM], dim=-1)
         k, v = (project(x, f"self_attn.{name}_proj").view(1, KV_HEADS, HEAD_DIM) for name in "kv")
         q, k = norm(q, "self_attn.q_norm.weight"), norm(k, "self_attn.k_norm.weight")
         q, k = rotate(q, at[t : t + 1], theta, rotary), rotate(k, at[t : t + 1], theta, rotary)
