@@ -55,7 +55,7 @@ CAPABILITIES: dict[str, Capability] = {
     "suffix": Capability("suffix", _V1_ONLY, "arctic-inference"),
     "dflash": Capability("dflash"),
     "dspark": Capability("dspark", dict.fromkeys(VERSIONS, "V2"), "a GPU"),
-    "medusa (native)": Capability("medusa", {"0.32": "V1"}, instead=_PLUGIN),
+    "medusa (native)": Capability("medusa", {"0.32": "V1"}, "a head over the whole vocabulary", _PLUGIN),
     "mlp_speculator (native)": Capability("mlp_speculator", {}, instead=_PLUGIN),
 }
 

@@ -70,7 +70,8 @@ def served_config(speculators_config: Mapping[str, Any]) -> dict[str, Any]:
         config["target_hidden_size"] = speculators_config["target_hidden_size"]
     for flag in EAGLE3_FLAGS:
         config[flag] = speculators_config.get(flag, flag == "norm_before_residual" and not parallel)
-    if parallel:
+    if parallel:  # `fc_norm` survives only where it stands among the layer's own keys
+        config["fc_norm"] = (speculators_config.get("transformer_layer_config") or {}).get("fc_norm", False)
         config["norm_output"] = False
         config["pard_token"] = speculators_config.get("mask_token_id")
     names = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}

@@ -93,19 +93,17 @@ def export_type(path: Path, config: dict[str, Any]) -> str:
     if (path / "export.json").is_file():
         return str(read_json(path / "export.json")["type"])
     architectures = " ".join(config.get("architectures") or [])
-    if config.get("speculators_model_type") == "peagle" or "mask_token_id" in config:
-        return "peagle"
-    if "speculators_model_type" in config or "eagle3" in architectures.lower() or "draft_vocab_size" in config:
-        return "eagle3"
+    eagle = "speculators_model_type" in config or "eagle3" in architectures.lower() or "draft_vocab_size" in config
+    parallel = "pard_token" in config or "mask_token_id" in config
+    if eagle:
+        return "peagle" if parallel else "eagle3"
     if config.get("model_type") == "mlp_speculator":
         return "mlp"
     if config.get("model_type") == "medusa":
         return "medusa"
     if "MiMo" in architectures:
         return "mtp"
-    if "pard_token" in config:
-        return "pard"
-    return "draft_lm"
+    return "pard" if parallel else "draft_lm"
 
 
 def recorded_prompt(path: Path) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_a_token_is_refused_and_never_echoed(recipe_file: Path, secret: str, pla
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     assert "no such recipe file" in refusal(tmp_path / "absent.yaml")
     assert "is a directory" in refusal(tmp_path)
-    assert "did you mean recipes/quickstart/eagle3.yaml?" in refusal(Path("recipes/quickstart/eagle.yaml"))
+    assert "did you mean recipes/quickstart/eagle3.yaml?" in refusal(Path("recipes/quickstart/eagle33.yaml"))
 
 
 def test_paths_resolve_here_first_then_beside_the_recipe(
