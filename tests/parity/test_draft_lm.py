@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from spec_train.batch import Batch, Features
@@ -33,6 +34,7 @@ from tests.toy_speculator import toy_train
 GREEDY = Sampling()
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 60)), [7]]
 LORA = {"rank": 4, "alpha": 8.0}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "eos_token_id")
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +200,33 @@ def test_loss_equals_the_plain_one(target: TargetModel, kind: Any, temperature: 
     for name, p in draft.named_parameters():
         assert p.grad is not None
         assert float((p.grad - gradients[name]).abs().max()) <= 1e-4 * float(p.grad.abs().max()), name
+
+
+def test_logits_that_a_family_scales(tmp_path: Path) -> None:
+    """Granite divides its logits: loss, drafts and the target's laws all follow."""
+    folder = tiny_model("llama", tmp_path)
+    sizes = {key: json.loads((folder / "config.json").read_text())[key] for key in SIZES}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=4.0, embedding_multiplier=2.0)).save_pretrained(folder)
+    target = TargetModel.load(str(folder))
+    draft, batch = draft_for(target, start_layers=4), answers(target, PROMPTS, 8)
+    assert draft.logit_scale == 0.25
+    out = draft.loss(batch, draft.supervised_counts(batch))
+    assert float(out.sums["alpha"][0] / out.counts["alpha"][0]) > 0.9999  # all layers: the very same laws
+    assert abs(float(out.loss.detach())) < 1e-4
+
+
+def test_gradient_checkpointing_changes_nothing(target: TargetModel) -> None:
+    """On answers of its own too: those are drafted with a cache, which recomputation does without."""
+    batch, grads = answers(target, PROMPTS, 8), []
+    for flag in (False, True):
+        draft = draft_for(target, gradient_checkpointing=flag, on_policy_fraction=0.5).train()
+        torch.manual_seed(0)
+        draft.loss(batch, draft.supervised_counts(batch)).loss.backward()  # type: ignore[no-untyped-call]
+        grads.append([p.grad.clone() for p in draft.parameters() if p.grad is not None])
+    for plain, checkpointed in zip(*grads, strict=True):
+        assert torch.allclose(plain, checkpointed, atol=1e-6)
 
 
 def test_supervised_tokens_are_those_of_the_answer(target: TargetModel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import Committed, Features
 from spec_train.speculators.eagle3 import Eagle3, default_aux_layer_ids, eagle3_config
-from spec_train.speculators.losses import fused_head_loss, head_loss_reference, sum_plogp
 from spec_train.speculators.supervision import supervised_queries
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
@@ -167,28 +165,6 @@ def test_one_sample_overfit_and_corruption(target: TargetModel) -> None:
     text, corrupted = decode()
     assert text == plain.requests[0].output_ids
     assert corrupted < tau - 1
-
-
-@pytest.mark.parametrize("kind", ["kl", "lk"])
-@pytest.mark.parametrize("rows", [1, 300])
-def test_fused_loss_equals_reference(kind: Any, rows: int) -> None:
-    torch.manual_seed(1)
-    hidden = torch.randn(rows, 16, dtype=torch.float64).float().requires_grad_()
-    weight = torch.randn(24, 16).requires_grad_()
-    probs = torch.randn(rows, 40).softmax(-1)[:, :24]  # 16 target tokens are outside the draft vocabulary
-    scale, label = torch.rand(rows), torch.randint(-1, 24, (rows,))
-    outs = []
-    fused = functools.partial(fused_head_loss, hidden, weight, probs, sum_plogp(probs))
-    for function in (fused, functools.partial(head_loss_reference, hidden, weight, probs)):
-        hidden.grad = weight.grad = None
-        out = function(scale, label, kind, 3.0)
-        out.total.backward()  # type: ignore[no-untyped-call]
-        assert hidden.grad is not None and weight.grad is not None
-        outs.append((out.total.detach(), out.loss_N, out.alpha_N, hidden.grad.clone(), weight.grad.clone()))
-        hits = out.hit_N
-    for ours, plain in zip(*outs, strict=True):
-        assert torch.allclose(ours, plain, atol=1e-5, rtol=1e-4)
-    assert not hits[label < 0].any()
 
 
 def test_supervised_positions_are_the_answer_at_every_depth(target: TargetModel) -> None:
