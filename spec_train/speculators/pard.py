@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -36,6 +36,7 @@ from spec_train.batch import Batch
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
 from spec_train.recipe import Probability
+from spec_train.speculators import load_speculator
 from spec_train.speculators.base import Chooser, Committed, LossOutput, Proposal, ResponseHits, ServingCheckpoint
 from spec_train.speculators.cod import depth_width, retain, retention_by_depth
 from spec_train.speculators.distillation import chain_hits, depth_weights
@@ -52,8 +53,8 @@ HIT_ROWS = 2048  # mask rows behind one copy of the text when hits are counted
 
 
 class PardOptions(DraftLMOptions):
-    """PARD. It starts as a draft language model does, or from a trained one: `init_from`, a checkpoint or an export of
-    a `draft_lm`, which is the paper's way.
+    """PARD. It starts as a draft language model does; `start_model` may also be a checkpoint or an export of a trained
+    `draft_lm`, which is the paper's way.
 
     `num_depths`: drafts trained at once; `retention`, `retention_min`: the share of positions at which depth i is
     trained is max(retention^i, retention_min). `step_decay`^i weighs the mean loss of depth i; the paper's mean over
@@ -61,24 +62,12 @@ class PardOptions(DraftLMOptions):
     """
 
     type: Literal["pard"]  # type: ignore[assignment]
-    init_from: str | None = None
     num_depths: int = Field(default=8, ge=2)
     retention: Probability = 0.7
     retention_min: Probability = 0.2
     step_decay: Probability = 0.7
     mask_token_id: int | None = Field(default=None, ge=0)
     on_policy_fraction: float = Field(default=0.0, ge=0, le=0)  # answers of its own are not written in parallel
-
-    @model_validator(mode="after")
-    def _one_start(self) -> PardOptions:
-        if self.init_from is None:
-            return super()._one_start()  # type: ignore[return-value]
-        given = [name for name in ("start_model", "start_layers", "shape") if getattr(self, name) is not None]
-        if given:
-            raise ValueError(f"init_from is itself a start: remove {', '.join(given)}")
-        if self.lora is not None and self.train_embeddings:
-            raise ValueError("lora leaves the embedding frozen: remove train_embeddings, or lora")
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +120,10 @@ class Pard(DraftLM):
         """See `Speculator.from_recipe`. Raises UserError for a mask token that the target lacks or may produce."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if options.init_from is None:
-                model = start(options, target)
-                plain = draft_config(options, model, target)
-            else:
-                model, shared = start_from_draft(options.init_from, target)
-                plain = draft_config(options, model, target)
-                borrows = shared and not options.train_embeddings
-                trained = not borrows and options.train_embeddings is not False and options.lora is None
-                plain = replace(plain, borrows=borrows, train_embeddings=trained)
+            model, shared = start_from_draft(options.start_model, target) or (start(options, target), False)
+            plain = draft_config(options, model, target)
+            if shared and not options.train_embeddings:
+                plain = replace(plain, borrows=True, train_embeddings=False)
             mask = mask_token_id(options.mask_token_id, target, draft_ids_D)
             config = PardConfig(
                 **_plain_fields(asdict(plain)),
@@ -188,7 +172,7 @@ class Pard(DraftLM):
         rows = torch.arange(len(ids_BR), device=ids_BR.device)[:, None]
         # Row (p, 0) is the token at p+1; there is none behind the last token, which supervises nothing.
         yield state_BRH[rows, (queries.index_BQ + 1).clamp(max=length - 1)]
-        for state_BWH in state_BRH[:, length:].split(widths, dim=1):
+        for state_BWH in torch.split(state_BRH[:, length:], widths, dim=1):
             yield F.pad(state_BWH, (0, 0, 0, queries.index_BQ.shape[1] - state_BWH.shape[1]))
 
     def supervised_counts(self, batch: Batch) -> Tensor:
@@ -245,7 +229,7 @@ class Pard(DraftLM):
         drafted: list[list[Tensor]] = [[] for _ in range(num_draft_tokens)]
         for part in query_parts(queries, max(1, HIT_ROWS // num_draft_tokens)):
             for k, state_BQH in enumerate(self.depth_states(batch, part, num_draft_tokens)):
-                states = state_BQH.flatten(0, 1).split(ROWS)
+                states = torch.split(state_BQH.flatten(0, 1), ROWS)
                 best_N = torch.cat([self.draft_logits(state_NH).argmax(-1) for state_NH in states])
                 drafted[k].append(best_N.view(state_BQH.shape[:2]))
         return chain_hits(batch, queries, (torch.cat(parts, dim=1) for parts in drafted))
@@ -286,11 +270,13 @@ class Pard(DraftLM):
         position_BS = position_BS.where(real_BS, position_BS[real_BS].max() + 1)
         hidden_BSH = self.cached_states(token_BS, position_BS, state.cache)
         state.read = True
-        rows = torch.arange(len(token_BS), device=column.device)
+        drafting_BK = count_B1 - 1 + torch.arange(num_draft_tokens, device=column.device)
+        rows_B1 = torch.arange(len(token_BS), device=column.device)[:, None]
+        logits_BKV = self.draft_logits(hidden_BSH[rows_B1, drafting_BK])  # at once: the head is read once
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
-        for k in range(num_draft_tokens):
-            token_B, probs_BV = choose(self.draft_logits(hidden_BSH[rows, state.count_B - 1 + k]))
+        for logits_BV in logits_BKV.unbind(1):
+            token_B, probs_BV = choose(logits_BV)
             tokens.append(token_B)
             if probs_BV is not None:
                 laws.append(F.pad(probs_BV, (0, self.body.vocab_size - probs_BV.shape[-1])))
@@ -343,16 +329,17 @@ class Pard(DraftLM):
         return draft.eval().requires_grad_(False)
 
 
-def start_from_draft(path: str, target: TargetModel) -> tuple[Any, bool]:
+def start_from_draft(path: str | None, target: TargetModel) -> tuple[Any, bool] | None:
     """(the model of a trained `draft_lm`, float32, on the CPU; whether embedding and head are the target's own).
 
-    `path`: a checkpoint or an export. Raises UserError where it is none, or does not go with the target.
+    None where `path` is neither a checkpoint nor an export of ours. Raises UserError where it is that of another
+    method, or does not go with the target.
     """
-    from spec_train.speculators import load_speculator
-
+    if path is None or not any((Path(path) / name).is_file() for name in ("speculator.json", "export.json")):
+        return None
     draft = load_speculator(Path(path), target)
     if draft.kind != DraftLM.kind:
-        raise UserError(f"speculator.init_from {path}: holds a {draft.kind}; give a checkpoint or export of a draft_lm")
+        raise UserError(f"speculator.start_model {path}: holds a {draft.kind}; give that of a draft_lm")
     served = draft.serving()
     model = build_model({name: value for name, value in served.config.items() if name != "architectures"})
     own = model.state_dict()

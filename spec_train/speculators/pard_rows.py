@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spec_train.batch import Batch
@@ -19,16 +20,17 @@ def by_document(batch: Batch) -> Batch:
     place = batch.document_BT >= 0
     row_N, _ = place.nonzero(as_tuple=True)
     key_N = row_N * (batch.document_BT.max() + 1) + batch.document_BT[place]
-    found, inverse_N, length_D = key_N.unique_consecutive(return_inverse=True, return_counts=True)
-    column_N = torch.arange(len(key_N), device=key_N.device) - (length_D.cumsum(0) - length_D)[inverse_N]
-    shape = (max(1, len(found)), max(1, int(length_D.max()) if len(found) else 0))
+    starts_N = F.pad(key_N[1:] != key_N[:-1], (1, 0), value=True)[: len(key_N)]
+    first_D = starts_N.nonzero()[:, 0]
+    inverse_N = starts_N.cumsum(0) - 1
+    column_N = torch.arange(len(key_N), device=key_N.device) - first_D[inverse_N]
+    shape = (max(1, len(first_D)), 1 + int(column_N.max()) if len(key_N) else 1)
 
     def spread(value_BT: Tensor, filler: int = 0) -> Tensor:
         out = value_BT.new_full((*shape, *value_BT.shape[2:]), filler)
         out[inverse_N, column_N] = value_BT[place]
         return out
 
-    first_D = torch.nonzero(column_N == 0)[:, 0]
     origins = zip(row_N[first_D].tolist(), batch.document_BT[place][first_D].tolist(), strict=True)
     return Batch(
         input_ids_BT=spread(batch.input_ids_BT),

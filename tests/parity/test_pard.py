@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 
 def draft_for(target: TargetModel, ids: Tensor | None = None, **changes: Any) -> Pard:
-    settings = {"type": "pard", "num_depths": 4, "retention": 1.0, "step_decay": 1.0}
-    if "init_from" not in changes:
-        settings["start_layers"] = 2
+    settings = {"type": "pard", "start_layers": 2, "num_depths": 4, "retention": 1.0, "step_decay": 1.0}
     options = PardOptions(**{**settings, **changes})
     draft = Pard.from_recipe(options, target, torch.arange(target.vocab_size) if ids is None else ids, seed=0)
     if options.lora is None:
@@ -321,28 +320,29 @@ def test_files_give_the_same_draft(
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": LORA}, {"train_embeddings": True}], ids=str)
-def test_init_from_a_trained_draft_model(target: TargetModel, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_start_from_a_trained_draft_model(target: TargetModel, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Before any training, the first draft of every pass is that of the draft model it started from."""
     source = DraftLM.from_recipe(
         DraftLMOptions(type="draft_lm", start_layers=2, **changes), target, torch.arange(320), seed=1
     )
     batch = answers(target, source, new_tokens=12)
     fit(source, batch, 12)
-    where = write(source, tmp_path / "draft", target)
-    options = PardOptions(type="pard", init_from=str(where), num_depths=3)
-    draft = Pard.from_recipe(options, target, torch.arange(4, 320), seed=0)
-    assert draft.config.borrows is not bool(changes.get("train_embeddings"))
-    assert torch.equal(source.draft_hits(batch, 1)[0].hit_MK, draft.draft_hits(batch, 1)[0].hit_MK)
+    save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
+    (tmp_path / "speculator.json").write_text(json.dumps({"type": "draft_lm", "config": asdict(source.config)}))
+    for where in (write(source, tmp_path / "draft", target), tmp_path):
+        options = PardOptions(type="pard", start_model=str(where), num_depths=3)
+        draft = Pard.from_recipe(options, target, torch.arange(4, 320), seed=0)
+        assert draft.config.borrows is not bool(changes.get("train_embeddings"))
+        assert torch.equal(source.draft_hits(batch, 1)[0].hit_MK, draft.draft_hits(batch, 1)[0].hit_MK)
     pard = write(draft, tmp_path / "pard", target)
     with pytest.raises(UserError, match="holds a pard"):
-        Pard.from_recipe(PardOptions(type="pard", init_from=str(pard)), target, torch.arange(4, 320), seed=0)
+        Pard.from_recipe(PardOptions(type="pard", start_model=str(pard)), target, torch.arange(4, 320), seed=0)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "exactly one"),
-        ({"init_from": "x", "start_layers": 2}, "remove start_layers"),
         ({"start_layers": 2, "on_policy_fraction": 0.5}, "less than or equal to 0"),
     ],
 )
