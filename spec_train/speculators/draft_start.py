@@ -85,6 +85,10 @@ class DraftLMOptions(SpeculatorOptions):
         """See `SpeculatorOptions.vocab_limit`."""
         return self.loss_vocab_size
 
+    def start_is_baseline(self) -> bool:
+        """See `SpeculatorOptions.start_is_baseline`: distillation does not always help."""
+        return True
+
 
 @dataclass(frozen=True)
 class DraftLMConfig:

@@ -69,6 +69,10 @@ class PardOptions(DraftLMOptions):
     mask_token_id: int | None = Field(default=None, ge=0)
     on_policy_fraction: float = Field(default=0.0, ge=0, le=0)  # answers of its own are not written in parallel
 
+    def start_is_baseline(self) -> bool:
+        """See `SpeculatorOptions.start_is_baseline`: no start knows what a mask row means."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class PardConfig(DraftLMConfig):

@@ -133,6 +133,9 @@ class Served:
                 "num_speculative_tokens": K,
             }
             arguments["additional_config"] = {PLUGIN_KEY: str(self.folders[kind])}
+        if kind == "medusa":  # the short form, through the entry point of the installed package
+            arguments["speculative_config"]["model"] = str(self.folders[kind])
+            del arguments["additional_config"]
         requests = [
             {"prompt": prompt, "max_tokens": count, **(sampling if number % 2 or kind is None else {})}
             for number, (prompt, count) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))
@@ -222,7 +225,7 @@ def engine_config(folder: Path | None, **changes: Any) -> Any:
     return SimpleNamespace(
         additional_config={PLUGIN_KEY: str(folder)} if folder else {},
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["stages"]),
-        speculative_config=SimpleNamespace(num_speculative_tokens=values["drafts"]),
+        speculative_config=SimpleNamespace(num_speculative_tokens=values["drafts"], model="package.Class"),
         device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(
             model="some/target",

@@ -63,7 +63,7 @@ class SpecTrainProposer:
         """Read the export and build its heads. Raises UserError if it cannot be served with this configuration."""
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise UserError("vLLM's model runner V1 has no drafter with pipeline parallelism: use tensor parallelism")
-        directory = export_directory(vllm_config.additional_config)
+        directory = export_directory(vllm_config.speculative_config.model, vllm_config.additional_config)
         self.heads = load_heads(directory)
         check_heads(self.heads, directory, vllm_config)
         self.device = torch.device(vllm_config.device_config.device_type)
@@ -113,9 +113,12 @@ def rows_to_read(num_drafts: list[int], num_new: list[int]) -> list[int | None]:
     return [end - drafts - 1 + new - 1 if new else None for end, drafts, new in counts]
 
 
-def export_directory(additional_config: Any) -> Path:
-    """The folder named in vLLM's `additional_config`. Raises UserError if none is, or it is not an export."""
+def export_directory(model: str, additional_config: Any) -> Path:
+    """The folder named as vLLM's speculative `model` or in `additional_config`. Raises UserError if none is, or it is
+    not an export."""
     path = additional_config.get(PLUGIN_KEY) if isinstance(additional_config, dict) else None
+    if Path(model).is_dir():  # see register.py
+        path = model
     if not isinstance(path, str) or not path:
         raise UserError(f'SpecTrainProposer needs --additional-config \'{{"{PLUGIN_KEY}": "/path/to/export"}}\'')
     for name in ("config.json", "model.safetensors"):
