@@ -56,6 +56,7 @@ class LayerConfig:
     max_position_embeddings: int
     num_layers: int = 1
     norm_before_residual: bool = False
+    qk_norm: bool = False
     hidden_act: Literal["silu"] = "silu"
 
     def llama(self) -> LlamaConfig:
@@ -83,6 +84,7 @@ class LayerConfig:
         left_out |= {"bos_token_id", "eos_token_id", "pad_token_id"}  # the target's count
         layer = {key: value for key, value in self.llama().to_dict().items() if key not in left_out}
         layer["rope_theta"] = self.rope_parameters.get("rope_theta")  # older readers look here
+        layer["model_type"] = "qwen3" if self.qk_norm else "llama"
         return layer
 
 
@@ -96,10 +98,18 @@ def served_geometry(layer: dict[str, Any]) -> dict[str, Any]:
         "head_dim": layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
         "vocab_size": layer["vocab_size"],
         "rms_norm_eps": layer["rms_norm_eps"],
-        "rope_parameters": layer.get("rope_parameters") or {"rope_type": "default", "rope_theta": layer["rope_theta"]},
+        "rope_parameters": layer.get("rope_parameters") or _old_rope(layer),
         "max_position_embeddings": layer["max_position_embeddings"],
         "num_layers": layer["num_hidden_layers"],
+        "qk_norm": layer.get("model_type") == "qwen3",
     }
+
+
+def _old_rope(layer: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as configs before Transformers 5 hold them; engines take 10,000 where the base is missing."""
+    scaling = dict(layer.get("rope_scaling") or {})
+    scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    return {**scaling, "rope_theta": layer.get("rope_theta", 10000.0)}
 
 
 def llama_tensors(target: TargetModel) -> dict[str, Tensor] | None:
@@ -109,6 +119,7 @@ def llama_tensors(target: TargetModel) -> dict[str, Tensor] | None:
     names += ["input_layernorm.weight", "post_attention_layernorm.weight"]
     if "pre_feedforward_layernorm.weight" in source or any(name not in source for name in names):
         return None
+    names += [name for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in source]
     return {name: source[name].detach().float() for name in names}
 
 

@@ -53,6 +53,7 @@ class AuxHeadOptions(SpeculatorOptions):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
+    qk_norm: bool = False
     init: Literal["target_layer", "random"] = "target_layer"
 
     @field_validator("aux_layer_ids")
@@ -271,7 +272,7 @@ class Eagle3(ChainHead):
         plain = {
             **layer,
             **shared,
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
             "num_aux_hidden_states": len(ids),
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": ids,
@@ -302,7 +303,7 @@ class Eagle3(ChainHead):
 
         Raises UserError for a missing or unknown tensor.
         """
-        head_config = cls.config_class(**cls._served_fields(config))
+        head_config = cls.config_class(**cls._served_fields(config, target))
         renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
         renamed.pop("t2d", None)
         d2t = renamed.get("d2t")
@@ -319,14 +320,17 @@ class Eagle3(ChainHead):
         return head.eval().requires_grad_(False)
 
     @classmethod
-    def _served_fields(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The fields of our config that an exported config.json holds."""
+    def _served_fields(cls, config: dict[str, Any], target: TargetModel) -> dict[str, Any]:
+        """The fields of our config that an exported config.json holds. Official heads leave the layer ids to vLLM,
+        which takes three by the target's depth."""
         layer = config.get("transformer_layer_config", config)
+        eagle = config.get("eagle_config") or {}
+        ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
         return {
             **served_geometry(layer),
-            "draft_vocab_size": config["draft_vocab_size"],
+            "draft_vocab_size": config.get("draft_vocab_size") or layer["vocab_size"],
             "target_hidden_size": config.get("target_hidden_size") or layer["hidden_size"],
-            "aux_layer_ids": tuple(sorted(config["eagle_aux_hidden_state_layer_ids"])),
+            "aux_layer_ids": aux_layer_ids(ids, target.num_layers),
             "norm_before_fc": bool(config.get("norm_before_fc")),
             "fc_norm": bool(config.get("fc_norm")),
             "norm_output": bool(config.get("norm_output")),
@@ -370,7 +374,8 @@ def eagle3_config(options: Any, target: TargetModel, draft_vocab_size: int) -> E
 
 def aux_head_fields(options: Any, target: TargetModel, draft_vocab_size: int) -> dict[str, Any]:
     """The fields of an Eagle3Config that follow from the target and `AuxHeadOptions`."""
-    names = ("num_layers", "step_decay", "loss", "lk_eta", "norm_before_fc", "fc_norm", "norm_before_residual")
+    names = ["num_layers", "step_decay", "loss", "lk_eta", "qk_norm"]
+    names += ["norm_before_fc", "fc_norm", "norm_before_residual"]
     return {
         **layer_geometry(target),
         "draft_vocab_size": draft_vocab_size,
@@ -389,7 +394,7 @@ def _copy_last_layer(head: Eagle3, target: TargetModel) -> None:
     hidden = head.config.hidden_size
     own = dict(first.named_parameters())
     for name, value in source.items():
-        if "layernorm" in name:
+        if "layernorm" in name or name not in own:
             continue
         if name.startswith("self_attn.") and "o_proj" not in name:
             if own[name].shape == (value.shape[0], 2 * hidden):

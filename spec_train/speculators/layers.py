@@ -35,6 +35,8 @@ class LayerShape(Protocol):
     def rms_norm_eps(self) -> float: ...
     @property
     def norm_before_residual(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
 
 
 def layer_geometry(target: TargetModel) -> dict[str, Any]:
@@ -99,16 +101,24 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
         self.v_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+        # Qwen3's layers norm each head's queries and keys.
+        self.q_norm = RMSNorm(self.dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.dim, config.rms_norm_eps) if config.qk_norm else None
 
     def queries(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, h, S, d], rotated."""
-        return _rotated(self.q_proj(x_BSU).unflatten(-1, (self.heads, self.dim)).transpose(1, 2), cos, sin)
+        q_BShd = self.q_proj(x_BSU).unflatten(-1, (self.heads, self.dim))
+        if self.q_norm is not None:
+            q_BShd = self.q_norm(q_BShd)
+        return _rotated(q_BShd.transpose(1, 2), cos, sin)
 
     def keys_values(self, x_BSU: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[B, g, S, d] each, keys rotated."""
-        k = self.k_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
+        k_BSgd = self.k_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim))
+        if self.k_norm is not None:
+            k_BSgd = self.k_norm(k_BSgd)
         v = self.v_proj(x_BSU).unflatten(-1, (self.kv_heads, self.dim)).transpose(1, 2)
-        return _rotated(k, cos, sin), v
+        return _rotated(k_BSgd.transpose(1, 2), cos, sin), v
 
 
 def ttt_attention(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spec_train.recipe import PositiveInt
 from spec_train.speculators.base import ServingCheckpoint
 from spec_train.speculators.medusa_heads import MedusaHeads, MedusaShape, heads_from_serving, served_tensors
-from spec_train.speculators.multi_head import MultiHead, MultiHeadOptions
+from spec_train.speculators.multi_head import PROPOSER, MultiHead, MultiHeadOptions
 from spec_train.target import TargetModel
 
 __all__ = ["Medusa", "MedusaOptions", "heads_from_serving"]
@@ -92,5 +92,4 @@ class Medusa(MultiHead):
             "original_lm_head": shape.shared_head,
         }
         tensors = served_tensors(self.heads)
-        plugin = "spec_train.serving.vllm_plugin.SpecTrainProposer"
-        return ServingCheckpoint(self.kind, self.method, config, tensors, plugin=plugin)
+        return ServingCheckpoint(self.kind, self.method, config, tensors, plugin=PROPOSER)

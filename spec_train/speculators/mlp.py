@@ -37,7 +37,7 @@ from spec_train.speculators.mlp_heads import (
     make_heads,
     served_tensors,
 )
-from spec_train.speculators.multi_head import MultiHead, MultiHeadOptions
+from spec_train.speculators.multi_head import PROPOSER, MultiHead, MultiHeadOptions
 from spec_train.target import TargetModel
 
 __all__ = ["Mlp", "MlpOptions", "heads_from_serving"]
@@ -141,5 +141,4 @@ class Mlp(MultiHead):
                 **dict.fromkeys(("inner_dim", "emb_dim", "proj_dim"), width),
             }
         tensors = served_tensors(self.heads)
-        plugin = "spec_train.serving.vllm_plugin.SpecTrainProposer"
-        return ServingCheckpoint(self.kind, self.method, config, tensors, plugin=plugin)
+        return ServingCheckpoint(self.kind, self.method, config, tensors, plugin=PROPOSER)

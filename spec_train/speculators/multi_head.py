@@ -34,6 +34,8 @@ from spec_train.speculators.heads import DraftHeads, check_depth, load_strictly
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
 
+PROPOSER = "spec_train.serving.vllm_plugin.SpecTrainProposer"  # what drafts for these heads in vLLM
+
 
 class MultiHeadOptions(SpeculatorOptions):
     """`draft_vocab_size` null keeps the target's vocabulary; `init_from`: a checkpoint or export to start from."""

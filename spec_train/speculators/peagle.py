@@ -152,12 +152,12 @@ class PEagle(Eagle3):
         )
 
     @classmethod
-    def _served_fields(cls, config: dict[str, Any]) -> dict[str, Any]:
+    def _served_fields(cls, config: dict[str, Any], target: TargetModel) -> dict[str, Any]:
         """See `Eagle3._served_fields`; the mask token has several names."""
         ids = [config[key] for key in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(key) is not None]
         if not ids:
             raise UserError("exported peagle head: config.json names no mask_token_id (or pard_token, ptd_token_id)")
-        return {**super()._served_fields(config), "mask_token_id": int(ids[0])}
+        return {**super()._served_fields(config, target), "mask_token_id": int(ids[0])}
 
 
 def mask_token_id(chosen: int | None, target: TargetModel, draft_ids_D: Tensor) -> int:

@@ -1,8 +1,9 @@
-"""Train and decode an EAGLE-3 head on one GPU, from nothing: random weights, no data, no network.
+"""Train and decode every method on one GPU, from nothing: random weights, no data, no network.
 
 A Llama of the 1B shape with random weights answers random prompts, a head is trained on those answers with features
-made in the process, and the decoder is timed with and without it. The result is one JSON file: training tokens/s and
-their share of the card's measured matrix-product rate, peak memory, acceptance, speed-up.
+made in the process, and the decoder is timed with and without it. The other methods then train a little each and must
+leave the text as it is. The result is one JSON file: training tokens/s and their share of the card's measured
+matrix-product rate, peak memory, acceptance, speed-up.
 
     python tests/gpu/run_gpu.py --out results                      about four minutes on a data-centre card
     python tests/gpu/run_gpu.py --tiny --device cpu --out results  the same path in seconds
@@ -44,11 +45,22 @@ from spec_train.evaluation.metrics import (
 from spec_train.evaluation.report import result_markdown, write_results
 from spec_train.kv_cache import GROUPED_ATTENTION
 from spec_train.recipe import OptimSection, TrainSection
+from spec_train.speculators import options_class, speculator_class
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.target import TargetModel
 from spec_train.training.trainer import TrainResult, train
 
 GREEDY = Sampling()
+# Options by method; "loss" or "draft": which vocabulary is reduced.
+OTHER_METHODS: dict[str, dict[str, Any]] = {
+    "mtp": {"loss_vocab_size": True},
+    "draft_lm": {"loss_vocab_size": True, "start_layers": 2},
+    "mlp": {"draft_vocab_size": True},
+    "medusa": {"draft_vocab_size": True},
+    "eagle1": {"loss_vocab_size": True},
+    "peagle": {"draft_vocab_size": True},
+    "pard": {"loss_vocab_size": True, "start_layers": 2, "num_depths": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,12 @@ def main() -> None:
     head, result, training = train_head(target, documents, size, steps, options, rate)
     note(f"{result.steps} steps at {training['tokens_per_second']:.0f} supervised tokens/s; {training['estimate']}")
     results = decode(target, head, documents[: size.decode_prompts], size, options.num_draft_tokens)
+    others = []
+    for kind, fields in OTHER_METHODS.items():
+        others.append(train_other(kind, fields, target, documents, size, max(2, steps // 6), options))
+        note(f"{kind}: {others[-1]}")
     report = {
+        "other_methods": others,
         "card": card_name(device),
         "tiny": options.tiny,
         "matmul_tflops": rate / 1e12,
@@ -212,9 +229,7 @@ def train_head(
 ) -> tuple[Eagle3, TrainResult, dict[str, Any]]:
     """The library's own training loop with features made as they are needed."""
     section = Eagle3Options(type="eagle3", ttt_steps=4)
-    answers = torch.tensor([token for document in documents for token in document.input_ids[size.prompt_tokens :]])
-    counts = answers.bincount(minlength=target.vocab_size)
-    draft_ids = counts.argsort(descending=True, stable=True)[: size.draft_vocab_size].sort().values
+    draft_ids = commonest(target, documents, size)
     config = eagle3_config(section, target, len(draft_ids))
     head = Eagle3.from_target(config, target, draft_ids, section.init, seed=0)
     held_out, training = documents[: size.held_out], documents[size.held_out :]
@@ -260,6 +275,62 @@ def train_head(
         "peak_memory_bytes": result.peak_memory,
     }
     return head.to(size.dtype).eval().requires_grad_(False), result, figures
+
+
+def commonest(target: TargetModel, documents: list[Document], size: Size) -> torch.Tensor:
+    """The commonest tokens of the answers, ascending."""
+    answers = torch.tensor([token for document in documents for token in document.input_ids[size.prompt_tokens :]])
+    counts = answers.bincount(minlength=target.vocab_size)
+    return counts.argsort(descending=True, stable=True)[: size.draft_vocab_size].sort().values
+
+
+def train_other(
+    kind: str,
+    fields: dict[str, Any],
+    target: TargetModel,
+    documents: list[Document],
+    size: Size,
+    steps: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """A few steps of another method, its estimate and its decode of the held-out prompts."""
+    sizes = {name: size.draft_vocab_size for name, value in fields.items() if value is True}
+    section = options_class(kind)(type=kind, **{**fields, **sizes})
+    speculator: Any = speculator_class(kind).from_recipe(section, target, commonest(target, documents, size), 0)
+    speculator.to(target.device)
+    speculator.borrow(target)
+    spec = speculator.required_features(section, target)
+    result = train(
+        speculator,
+        documents[size.held_out :],
+        documents[: size.held_out],
+        lambda batch: target.fill_features(batch, spec, size.dtype),
+        optim=OptimSection(lr=1e-3),
+        train=TrainSection(
+            max_steps=steps, micro_batch_tokens=size.micro_batch_tokens, precision=size.precision, log_every=1
+        ),
+        seed=0,
+        device=options.device,
+        num_draft_tokens=[3],
+        output_dir=options.out / kind,
+        speculator_config={},
+        run_config={"name": "gpu"},
+    )
+    speculator.to(size.dtype).eval().requires_grad_(False)
+    speculator.borrow(target)
+    prompts = [document.input_ids[: size.prompt_tokens] for document in documents[: size.decode_prompts]]
+    common: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": size.decode_tokens, "batch_size": len(prompts)}
+    plain = plain_decode(target, prompts, **common)
+    decoded = speculative_decode(target, speculator, prompts, num_draft_tokens=3, **common)
+    rounds = [cycle for request in decoded.requests for cycle in request.cycles]
+    return {
+        "type": kind,
+        "steps": result.steps,
+        "tokens_per_second": result.trained_tokens / result.seconds,
+        "estimate": result.best_value,
+        "tokens_per_pass": sum(cycle.emitted for cycle in rounds) / max(1, len(rounds)),
+        "lossless": compare_lossless(plain.requests, decoded.requests),
+    }
 
 
 def flops_per_supervised_token(head: Eagle3, target: TargetModel, share: float) -> float:

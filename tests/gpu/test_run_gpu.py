@@ -38,6 +38,12 @@ def test_tiny_run_on_the_cpu_trains_decodes_and_reports(tmp_path):
         assert row["lossless"]["identical"] == row["lossless"]["checked"] == 3
         assert row["mean_acceptance_length"] > 1.1
         assert row["speed"]["speedup"] > 0
+    others = {row["type"]: row for row in report["other_methods"]}
+    assert list(others) == ["mtp", "draft_lm", "mlp", "medusa", "eagle1", "peagle", "pard"]
+    for row in others.values():
+        assert row["steps"] == 5
+        assert row["lossless"]["identical"] == row["lossless"]["checked"] == 3
+        assert row["tokens_per_pass"] >= 1
     # batching changes no greedy text, so it changes no count either
     assert results[0]["vllm_counters"] == results[1]["vllm_counters"]
     assert len(list((tmp_path / "eval").glob("*.json"))) == 2

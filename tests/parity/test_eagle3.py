@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from spec_train.batch import Batch
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import Committed, Features
-from spec_train.speculators.eagle3 import Eagle3, default_aux_layer_ids, eagle3_config
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, default_aux_layer_ids, eagle3_config
 from spec_train.speculators.supervision import supervised_queries
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
@@ -24,12 +23,8 @@ GREEDY = Sampling()
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 60)), [7, 7, 7, 7, 7]]
 
 
-def options(**changes: Any) -> Any:
-    base = dict(
-        aux_layer_ids=[1, 2, 4], num_layers=1, ttt_steps=4, step_decay=0.8, loss="kl", lk_eta=3.0, norm_before_fc=False,
-        fc_norm=False, norm_output=False, norm_before_residual=False, gradient_checkpointing=False,
-    )  # fmt: skip
-    return SimpleNamespace(**{**base, **changes})
+def options(**changes: Any) -> Eagle3Options:
+    return Eagle3Options(type="eagle3", **{"aux_layer_ids": [1, 2, 4], **changes})
 
 
 def head_for(target: TargetModel, draft_ids: Tensor | None = None, **changes: Any) -> Eagle3:
@@ -72,6 +67,7 @@ FLAGS = [
     {"norm_before_fc": True, "norm_output": True},
     {"fc_norm": True, "norm_before_residual": True},
     {"num_layers": 2},
+    {"qk_norm": True},
     {"aux_layer_ids": [0, 1, 2, 3, 4]},
 ]
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
+from spec_train.serving import eagle3_contract
 from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference
 from spec_train.serving.contract import is_cpu_build
 from spec_train.serving.eagle3_contract import EAGLE3_FLAGS
@@ -165,6 +166,21 @@ def test_heads_of_ours_keep_the_contract(target: TargetModel, tmp_path: Path, op
         where = export(head.serving(), tmp_path / form, format=form, **settings)  # type: ignore[arg-type]
         assert check_files(where, Path(target.name), read_export(where), None) == []
         assert reload(where, target)["tensors"] == len(head.serving().tensors)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_official_names_go_in_and_out_unchanged(target: TargetModel, kind: str) -> None:
+    """EAGLE's own files: `midlayer.`, both maps, no layer ids (vLLM's default by depth), the old rotary key."""
+    official = random_eagle3(kind=kind, aux_ids=(1, 2, 4))
+    old = {key: official.config[key] for key in official.config if "aux" not in key and key != "eagle_config"}
+    old["rope_theta"] = old.pop("rope_parameters")["rope_theta"]
+    again = Eagle3.from_serving(old, official.tensors, target).serving()
+    assert list(again.config["eagle_aux_hidden_state_layer_ids"]) == [1, 2, 4]
+    assert (again.config["model_type"], again.config["architectures"]) == (kind, official.config["architectures"])
+    assert again.tensors.keys() == official.tensors.keys()
+    for name, tensor in official.tensors.items():
+        assert torch.equal(again.tensors[name], tensor), name
+    assert eagle3_contract.check_eagle3(again.config, again.tensors) == []
 
 
 def test_speculators_export_of_a_hub_target_is_served_from_a_folder(target: TargetModel, tmp_path: Path) -> None:

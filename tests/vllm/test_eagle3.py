@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import VllmRun, run_vllm
 from spec_train.serving.verify import render_report, stop_token_ids, verify_export
 from spec_train.speculators.base import ServingCheckpoint
-from spec_train.speculators.eagle3 import Eagle3, eagle3_config
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.target import TargetModel
 from tests.heads import random_eagle3
 from tests.tiny import tiny_model
@@ -40,9 +39,7 @@ PROMPTS = [[DRAW.randrange(4, 320) for _ in range(length)] for length in (5, 9, 
 
 def trained_head(target: TargetModel, draft_ids: torch.Tensor, steps: int, **changes: Any) -> Eagle3:
     """A head fitted to the target's answers to PROMPTS: right often, and wrong often enough."""
-    settings = {"aux_layer_ids": None, "num_layers": 1, "ttt_steps": 3, "step_decay": 1.0, "loss": "kl", "lk_eta": 3.0}
-    flags = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "gradient_checkpointing")
-    options = SimpleNamespace(**{**settings, **dict.fromkeys(flags, False), **changes})
+    options = Eagle3Options(type="eagle3", ttt_steps=3, step_decay=1.0, **changes)
     head = Eagle3.from_target(
         eagle3_config(options, target, len(draft_ids)), target, draft_ids, init="target_layer", seed=0
     )
@@ -102,6 +99,7 @@ class Llama:
             "two layers, states 0 to 4": trained_head(
                 self.target, some, steps=0, num_layers=2, aux_layer_ids=[0, 1, 3, 4]
             ).serving(),
+            "a Qwen3 layer": trained_head(self.target, some, steps=30, qk_norm=True).serving(),
         }
         self.traces = {name: decode(self.target, head) for name, head in self.heads.items()}
         arguments: list[dict[str, Any]] = [{}]
@@ -124,7 +122,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
     return Llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("name", ["reduced vocabulary", "full vocabulary, trained", "two layers, states 0 to 4"])
+@pytest.mark.parametrize(
+    "name", ["reduced vocabulary", "full vocabulary, trained", "two layers, states 0 to 4", "a Qwen3 layer"]
+)
 def test_vllm_drafts_what_we_draft(llama: Llama, name: str) -> None:
     trace = llama.traces[name]
     trained = "trained" in name
