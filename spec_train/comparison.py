@@ -303,7 +303,7 @@ def _tables(comparison: Comparison, rows: list[dict[str, Any]]) -> tuple[Table, 
     depths, decode = comparison.num_draft_tokens, comparison.decode
     header = ["speculator", "trained", "answer tokens", "minutes", *(f"τ K={k}" for k in depths)]
     for k in decode:
-        header += [f"decoded K={k}", "text equal", "draft ms", "speed-up"]
+        header += [f"tokens/pass K={k}", "text equal", "draft ms", "speed-up"]
     cells = [_cells(row, depths, decode) for row in rows]
     table = Table(title=comparison.name, title_justify="left", caption=CAPTION, caption_justify="left")
     for column in header:
@@ -315,8 +315,8 @@ def _tables(comparison: Comparison, rows: list[dict[str, Any]]) -> tuple[Table, 
 
 
 CAPTION = (
-    "trained: parameters. τ: tokens per target pass on the held-out prompts, greedy, by the renewal estimate. decoded: "
-    "tokens per target pass as measured, with texts equal to plain decoding, the time to draft K tokens, and the "
+    "trained: parameters. τ: acceptance length on the held-out prompts, greedy, by the renewal estimate. tokens/pass: as "
+    "decoded, every target pass counted, with the texts equal to plain decoding, the time to draft K tokens, and the "
     "speed-up one request at a time."
 )
 ABSENT = "-"
