@@ -316,8 +316,8 @@ def _tables(comparison: Comparison, rows: list[dict[str, Any]]) -> tuple[Table, 
 
 CAPTION = (
     "trained: parameters. τ: acceptance length on the held-out prompts, greedy, by the renewal estimate. tokens/pass: "
-    "as decoded, every target pass counted, with the texts equal to plain decoding, the time to draft K tokens, and the "
-    "speed-up one request at a time."
+    "as decoded, every target pass counted, with the texts equal to plain decoding, the time to draft K tokens, and "
+    "the speed-up one request at a time."
 )
 ABSENT = "-"
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
@@ -96,6 +96,7 @@ class TargetModel:
             raise UserError(
                 f"target.model {name}: the folder holds no config.json; give a Hugging Face checkpoint or hub id"
             )
+        _know_mimo()
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
             text: Any = config.get_text_config()
@@ -347,6 +348,20 @@ class TargetModel:
             Generation(out, reason, *(store.row(row, lengths[row] + len(out) - 1) if store else (None, None)))
             for row, (out, reason) in enumerate(zip(outputs, reasons, strict=True))
         ]
+
+
+class _MiMoConfig(Qwen2Config):  # type: ignore[misc]  # transformers is untyped
+    model_type = "mimo"
+
+
+class _MiMo(Qwen2ForCausalLM):  # type: ignore[misc]
+    config_class = _MiMoConfig
+
+
+def _know_mimo() -> None:
+    """MiMo's body is Qwen2; its repository says so in remote code, which is never run. Its MTP layers are left out."""
+    AutoConfig.register("mimo", _MiMoConfig, exist_ok=True)
+    AutoModelForCausalLM.register(_MiMoConfig, _MiMo, exist_ok=True)
 
 
 class _CaptureStore:

@@ -49,7 +49,7 @@ def copy_target(source: Path, directory: Path, tensors: Mapping[str, Tensor], co
                 raise UserError(
                     f"{shard}: {name} has shape {list(weights[name].shape)}, the head {list(tensors[name].shape)}"
                 )
-            weights[name] = tensors[name].to(weights[name].dtype)
+            weights[name] = tensors[name]  # as trained: rounded to the target's precision it would draft otherwise
         save_file(weights, directory / shard.name, metadata={"format": "pt"})
         with safe_open(directory / shard.name, framework="pt") as file:
             if not all(torch.equal(file.get_tensor(name), weights[name]) for name in names):

@@ -164,6 +164,19 @@ def test_import_and_export_give_the_same_tensors_under_the_same_names(family: st
     assert all(torch.equal(value, original[name]) for name, value in merged.items())
 
 
+def test_mimo_as_published_loads_without_its_remote_code(tmp_path: Path) -> None:
+    """Its config names a type that only the repository's own code knows; the body is Qwen2."""
+    path = mtp_target("mimo", tmp_path)
+    as_qwen2 = TargetModel.load(str(path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "mimo"}))
+    target = TargetModel.load(str(path))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(target.model(ids).logits, as_qwen2.model(ids).logits)
+    options = MtpOptions(type="mtp", init="target_head")
+    assert Mtp.from_recipe(options, target, torch.arange(target.vocab_size), 0).config.reads_pre_norm
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_pass_equals_decode_and_every_tensor_changes(family: str, tmp_path: Path) -> None:
     target, head = shipped(family, tmp_path)
