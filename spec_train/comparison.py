@@ -29,6 +29,7 @@ from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
 from rich.table import Table
 
+from spec_train.data.documents import Document
 from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import (
     Contender,
@@ -84,11 +85,10 @@ class Comparison(Section):
 
 @dataclass(frozen=True)
 class Budget:
-    """What one entry trains: parameters, optimiser steps, and the rate that was timed before (answer tokens/s)."""
+    """What one entry trains: parameters, and for how many optimiser steps."""
 
     parameters: int
     steps: int
-    tokens_per_second: float
 
 
 def load_comparison(path: Path) -> Comparison:
@@ -165,27 +165,28 @@ def _with(recipe: Recipe, *changes: list[Any]) -> Recipe:
 
 
 def _budget(run: Run, comparison: Comparison, first: Run) -> Budget:
-    """How many steps the entry trains; timed once and kept."""
+    """How many steps the entry trains; worked out once and kept."""
     file = run.directory / "budget.json"
     if file.is_file():
         return Budget(**json.loads(file.read_text(encoding="utf-8")))
     run.share_target(first)
-    rate, tokens_per_step, parameters = _time_steps(run)
+    documents = documents_of(run, "train")
+    speculator, _ = new_speculator(run, documents, [])
     first.share_target(run)
-    tokens = comparison.tokens or round((comparison.seconds or 0) * rate)
-    budget = Budget(parameters, max(1, round(tokens / tokens_per_step)), rate)
+    parameters = sum(p.numel() for p in speculator.parameters() if p.requires_grad)
+    tokens = comparison.tokens or (comparison.seconds or 0) * _tokens_per_second(run, speculator, documents)
+    supervised = sum(document.num_response_tokens for document in documents)
+    per_step = supervised / len(_plan(run, [len(document.input_ids) for document in documents]))
+    budget = Budget(parameters, max(1, round(tokens / per_step)))
     run.directory.mkdir(parents=True, exist_ok=True)
     atomic_write_json(file, asdict(budget))
     return budget
 
 
-def _time_steps(run: Run) -> tuple[float, float, int]:
-    """(answer tokens a second, answer tokens a step, trained parameters) of a few steps that are thrown away."""
+def _tokens_per_second(run: Run, speculator: Speculator, documents: list[Document]) -> float:
+    """Answer tokens a second over a few steps, which are thrown away with the speculator."""
     from spec_train.training.trainer import train as train_speculator
 
-    documents = documents_of(run, "train")
-    speculator, _ = new_speculator(run, documents, [])
-    parameters = sum(p.numel() for p in speculator.parameters() if p.requires_grad)
     settings = run.recipe.train.model_copy(
         update={"max_steps": TIMED_STEPS + SKIPPED_STEPS, "log_every": 1, "trackers": []}
     )
@@ -205,11 +206,7 @@ def _time_steps(run: Run) -> tuple[float, float, int]:
             run_config={},
         )
         lines = (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines][SKIPPED_STEPS:]
-    rate = statistics.median(step["tokens_per_second"] for step in steps)
-    supervised = sum(document.num_response_tokens for document in documents)
-    per_epoch = len(_plan(run, [len(document.input_ids) for document in documents]))
-    return rate, supervised / per_epoch, parameters
+    return statistics.median(json.loads(line)["tokens_per_second"] for line in lines[SKIPPED_STEPS:])
 
 
 def _plan(run: Run, lengths: Sequence[int]) -> list[Any]:
