@@ -206,7 +206,7 @@ def _tokens_per_second(run: Run, speculator: Speculator, documents: list[Documen
             run_config={},
         )
         lines = (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return statistics.median(json.loads(line)["tokens_per_second"] for line in lines[SKIPPED_STEPS:])
+    return statistics.median(float(json.loads(line)["tokens_per_second"]) for line in lines[SKIPPED_STEPS:])
 
 
 def _plan(run: Run, lengths: Sequence[int]) -> list[Any]:
