@@ -74,6 +74,7 @@ class ToySpeculator(Speculator):
         raise NotImplementedError
 
     begin = commit = propose = select = None  # type: ignore[assignment]
+    required_features = from_recipe = from_checkpoint = from_serving = None  # type: ignore[assignment]
 
 
 def toy_states(batch: Batch) -> Batch:
