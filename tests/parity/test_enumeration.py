@@ -11,7 +11,6 @@ decoder with a real (tiny) target is held against exact enumeration with the mod
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import RequestGenerators, Sampling, draw_at, target_probs
 from spec_train.decoding.verify import accept_probability, leading_accepts, residual_law, verify_sampled
 from spec_train.speculators.base import Proposal, Proposer
-from spec_train.speculators.eagle3 import Eagle3
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 
@@ -362,10 +361,7 @@ class TableDraft(Proposer):
 
 def reduced_head(target):
     """An EAGLE-3 head that can propose 8 of the 12 tokens only; its law over the others is 0."""
-    options = SimpleNamespace(
-        aux_layer_ids=[0, 1, 2], num_layers=1, ttt_steps=2, step_decay=1.0, loss="kl", lk_eta=3.0, norm_before_fc=False,
-        fc_norm=False, norm_output=False, norm_before_residual=False, gradient_checkpointing=False, init="target_layer",
-    )  # fmt: skip
+    options = Eagle3Options(type="eagle3", aux_layer_ids=[0, 1, 2], ttt_steps=2, step_decay=1.0)
     return Eagle3.from_recipe(options, target, torch.tensor([0, 1, 3, 4, 6, 7, 9, 11]), seed=0)
 
 

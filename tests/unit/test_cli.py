@@ -17,7 +17,10 @@ from spec_train.recipe import Recipe, known_keys
 from spec_train.speculators import METHODS, options_class
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("run", "prompts", "responses", "features", "train", "eval", "export", "verify", "inspect", "compare", "doctor")
+COMMANDS = (
+    *("run", "prompts", "responses", "features", "train", "eval", "export", "verify"),
+    *("inspect", "compare", "doctor"),
+)
 RECIPE = """
 run: {name: tiny, output_dir: OUT}
 target: {model: some/model}
