@@ -99,7 +99,7 @@ class Llama:
             "two layers, states 0 to 4": trained_head(
                 self.target, some, steps=0, num_layers=2, aux_layer_ids=[0, 1, 3, 4]
             ).serving(),
-            "a Qwen3 layer": trained_head(self.target, some, steps=30, qk_norm=True).serving(),
+            "a Qwen3 layer, trained": trained_head(self.target, some, steps=30, qk_norm=True).serving(),
         }
         self.traces = {name: decode(self.target, head) for name, head in self.heads.items()}
         arguments: list[dict[str, Any]] = [{}]
@@ -123,7 +123,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 
 
 @pytest.mark.parametrize(
-    "name", ["reduced vocabulary", "full vocabulary, trained", "two layers, states 0 to 4", "a Qwen3 layer"]
+    "name", ["reduced vocabulary", "full vocabulary, trained", "two layers, states 0 to 4", "a Qwen3 layer, trained"]
 )
 def test_vllm_drafts_what_we_draft(llama: Llama, name: str) -> None:
     trace = llama.traces[name]
