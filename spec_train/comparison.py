@@ -21,7 +21,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -282,13 +282,7 @@ def _measure_one(
     if isinstance(contender.proposer, Speculator):
         estimate = estimator(target, contender.proposer, reference.trace, max(depths))
         row["estimates"] = {str(k): estimate(k)["renewal"] for k in depths}
-    decoded = Contender(
-        contender.kind,
-        contender.name,
-        contender.proposer,
-        tuple(k for k in depths if k in comparison.decode),
-        contender.method,
-    )
+    decoded = replace(contender, num_draft_tokens=tuple(k for k in depths if k in comparison.decode))
     results = evaluate_suite(
         target, [decoded], suite, settings, target_name=target_name, directory=directory / "eval", reference=reference
     )

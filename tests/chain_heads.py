@@ -148,3 +148,29 @@ def assert_resumes(fresh: Callable[[], Speculator], target: TargetModel, folder:
         run("parts", 2)
     parts = run("parts", 99)
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+def assert_packing_changes_nothing(target: TargetModel, head: Speculator) -> None:
+    """Packing A and B into a row gives the loss and gradient of A and B apart (D13)."""
+    documents = [(list(range(5, 25)), 6), (list(range(40, 52)), 4)]
+    normalizer = head.supervised_counts(packed_batch(documents, 1))
+    results = []
+    for per_row in (1, 2):
+        head.zero_grad()
+        batch = target.fill_features(packed_batch(documents, per_row), head.feature_spec, torch.float32)
+        loss = head.loss(batch, normalizer).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        results.append([loss.detach(), *[p.grad.clone() for p in head.parameters() if p.grad is not None]])
+    assert len(results[0]) == 1 + len(list(head.parameters()))
+    for apart, together in zip(*results, strict=True):
+        assert torch.allclose(apart, together, atol=1e-5)
+
+
+def assert_silence_gives_zero(target: TargetModel, head: Speculator) -> None:
+    """An unsupervised batch gives a loss of 0 and a zero gradient for every parameter (N01)."""
+    silent = target.fill_features(packed_batch([([5, 6, 7, 8], 4)], 1), head.feature_spec, torch.float32)
+    assert float(head.supervised_counts(silent).sum()) == 0
+    loss = head.loss(silent, torch.ones(head.num_depths)).loss
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert float(loss.detach()) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())

@@ -22,6 +22,7 @@ from spec_train.target import TargetModel
 from spec_train.training.acceptance import renewal_counts
 from spec_train.training.checkpoint import checkpoint_path
 from spec_train.training.trainer import train
+from tests.parity.test_eagle3 import packed_batch
 
 GREEDY = Sampling()
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 60)), [7, 7, 7, 7, 7]]
@@ -37,24 +38,6 @@ def fresh(cls: type[MultiHead], target: TargetModel, draft_ids: torch.Tensor | N
             if value.ndim == 1:
                 value.uniform_(0.5, 1.5) if name.endswith("weight") else value.normal_(std=0.1)
     return speculator
-
-
-def packed_batch(sequences: list[tuple[list[int], int]], per_row: int) -> Batch:
-    """Rows of `per_row` documents each; a document is (ids, index of its first response token)."""
-    rows = [sequences[i : i + per_row] for i in range(0, len(sequences), per_row)]
-    shape = (len(rows), max(sum(len(ids) for ids, _ in row) for row in rows))
-    ids, position = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    document, weight = torch.full(shape, -1), torch.zeros(shape)
-    for r, row in enumerate(rows):
-        at = 0
-        for d, (tokens, start) in enumerate(row):
-            end = at + len(tokens)
-            ids[r, at:end], position[r, at:end] = torch.tensor(tokens), torch.arange(len(tokens))
-            document[r, at:end] = d
-            weight[r, at + start : end] = 1.0
-            at = end
-    names = tuple(tuple(f"{r}-{d}" for d in range(len(row))) for r, row in enumerate(rows))
-    return Batch(ids, position, document, weight, row_ids=names)
 
 
 def answers(target: TargetModel, prompts: list[list[int]] = PROMPTS) -> Batch:

@@ -131,6 +131,16 @@ class HeadState:
     hidden_BH: Tensor
     position_B: Tensor
 
+    def keep_last(self, out_BSH: Tensor, committed: Committed) -> None:
+        """Remember each row's output at its last committed position."""
+        rows, last = torch.arange(out_BSH.shape[0], device=out_BSH.device), committed.count_B - 1
+        self.hidden_BH, self.position_B = out_BSH[rows, last], committed.position_BS[rows, last]
+
+    def select(self, rows: Tensor) -> HeadState:
+        """The state of the chosen rows."""
+        self.cache.select(rows)
+        return HeadState(self.cache, self.hidden_BH[rows], self.position_B[rows])
+
 
 @dataclass(frozen=True)
 class Context:
@@ -298,8 +308,7 @@ class ChainHead(Speculator):
         """See `Proposer.commit`. Verified rows are recomputed from the target's states, never from drafted ones."""
         f_BSH = self.first_state(committed.features)
         out_BSH = self._cached_layers(f_BSH, committed.token_BS, committed.position_BS, state.cache)
-        rows, last = torch.arange(out_BSH.shape[0], device=out_BSH.device), committed.count_B - 1
-        state.hidden_BH, state.position_B = out_BSH[rows, last], committed.position_BS[rows, last]
+        state.keep_last(out_BSH, committed)
 
     @torch.no_grad()
     def propose(self, state: HeadState, num_draft_tokens: int, choose: Chooser) -> Proposal:
@@ -325,8 +334,7 @@ class ChainHead(Speculator):
     @torch.no_grad()
     def select(self, state: HeadState, rows: Tensor) -> HeadState:
         """See `Proposer.select`."""
-        state.cache.select(rows)
-        return HeadState(state.cache, state.hidden_BH[rows], state.position_B[rows])
+        return state.select(rows)
 
     def _cached_layers(self, f_BSH: Tensor, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
         """Layer outputs [B, S, H] for (token, state) pairs at their positions, on top of the cached ones."""

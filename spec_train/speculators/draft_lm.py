@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,7 @@ class DraftLM(Speculator):
     kind = "draft_lm"
     method = "draft_model"
     options: ClassVar[type[SpeculatorOptions]] = DraftLMOptions
+    config_class: ClassVar[type[DraftLMConfig]] = DraftLMConfig
     num_depths = 1
     decoder: Any  # a module of Transformers, which is untyped
     lm_head: nn.Linear | None
@@ -163,9 +164,9 @@ class DraftLM(Speculator):
         return draft
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> DraftLM:
+    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """See `Speculator.from_checkpoint`."""
-        config = DraftLMConfig(**saved)
+        config = cls.config_class(**saved)
         if config.model["vocab_size"] != target.vocab_size or (
             config.borrows and config.model["hidden_size"] != target.hidden_size
         ):

@@ -317,8 +317,7 @@ class Mtp(Speculator):
         features: Features = committed.features
         first_BSH = self.first_state(features.aux_hidden, features.last_hidden)
         out_BSH = self._cached_block(first_BSH, committed.token_BS, committed.position_BS, state.cache)
-        rows, last = torch.arange(out_BSH.shape[0], device=out_BSH.device), committed.count_B - 1
-        state.hidden_BH, state.position_B = out_BSH[rows, last], committed.position_BS[rows, last]
+        state.keep_last(out_BSH, committed)
 
     @torch.no_grad()
     def propose(self, state: HeadState, num_draft_tokens: int, choose: Chooser) -> Proposal:
@@ -338,8 +337,7 @@ class Mtp(Speculator):
 
     def select(self, state: HeadState, rows: Tensor) -> HeadState:
         """See `Proposer.select`."""
-        state.cache.select(rows)
-        return HeadState(state.cache, state.hidden_BH[rows], state.position_B[rows])
+        return state.select(rows)
 
     def _cached_block(self, state_BSH: Tensor, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
         """Normed outputs [B, S, H] for (state, token) pairs at their positions, on top of the cached ones."""

@@ -29,7 +29,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch
@@ -42,7 +41,6 @@ from spec_train.speculators.cod import depth_width, retain, retention_by_depth
 from spec_train.speculators.distillation import chain_hits, depth_weights
 from spec_train.speculators.draft_lm import ROWS, DraftLM, compute_dtype
 from spec_train.speculators.draft_start import DraftLMConfig, DraftLMOptions, build_model, draft_config, start
-from spec_train.speculators.lora import merged
 from spec_train.speculators.losses import fused_head_loss, sum_plogp
 from spec_train.speculators.pard_rows import by_depth, by_document, query_parts, row_places, visible_rows
 from spec_train.speculators.peagle import mask_token_id
@@ -105,6 +103,7 @@ class Pard(DraftLM):
 
     kind = "pard"
     options = PardOptions
+    config_class = PardConfig
     config: PardConfig
 
     def __init__(self, config: PardConfig, model: Any, loss_ids_D: Tensor) -> None:
@@ -144,25 +143,6 @@ class Pard(DraftLM):
             draft.mask_embedding.copy_(mean_H)
         draft.borrow(target)
         return draft
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Pard:
-        """See `Speculator.from_checkpoint`."""
-        config = PardConfig(**saved)
-        if config.model["vocab_size"] != target.vocab_size or (
-            config.borrows and config.model["hidden_size"] != target.hidden_size
-        ):
-            raise UserError(
-                f"{checkpoint}: trained for a target of vocabulary {config.model['vocab_size']}; {target.name} has "
-                f"{target.vocab_size} and width {target.hidden_size}"
-            )
-        tensors = load_file(checkpoint / "model.safetensors")
-        if config.lora is not None:
-            tensors = merged(tensors, config.lora)
-        draft = cls(replace(config, lora=None), build_model(config.model), torch.arange(target.vocab_size))
-        draft.load_state_dict(tensors)
-        draft.to(target.device, target.dtype).borrow(target)
-        return draft.eval().requires_grad_(False)
 
     # ------------------------------------------------------------------ training pass
     def depth_states(self, batch: Batch, queries: Queries, depths: int) -> Iterator[Tensor]:

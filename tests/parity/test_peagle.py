@@ -19,7 +19,9 @@ from tests.chain_heads import (
     PROMPTS,
     answers,
     assert_estimate_equals_decode,
+    assert_packing_changes_nothing,
     assert_resumes,
+    assert_silence_gives_zero,
     decode_one,
     drafted_logits,
     fit,
@@ -131,29 +133,11 @@ def test_what_is_kept_is_computed_as_in_the_whole_pass(target: TargetModel) -> N
 
 
 def test_packed_documents_do_not_see_each_other(target: TargetModel) -> None:
-    """Packing A and B into a row gives the loss and gradient of A and B apart (D13)."""
-    documents, head = [(list(range(5, 25)), 6), (list(range(40, 52)), 4)], head_for(target, num_layers=2)
-    normalizer = head.supervised_counts(packed_batch(documents, 1))
-    results = []
-    for per_row in (1, 2):
-        head.zero_grad()
-        batch = target.fill_features(packed_batch(documents, per_row), head.feature_spec, torch.float32)
-        loss = head.loss(batch, normalizer).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        results.append([loss.detach(), *[p.grad.clone() for p in head.parameters() if p.grad is not None]])
-    assert len(results[0]) == 1 + len(list(head.parameters()))
-    for apart, together in zip(*results, strict=True):
-        assert torch.allclose(apart, together, atol=1e-5)
+    assert_packing_changes_nothing(target, head_for(target, num_layers=2))
 
 
 def test_an_unsupervised_batch_gives_zero_for_every_parameter(target: TargetModel) -> None:
-    head = head_for(target, num_layers=2, fc_norm=True, norm_before_fc=True)
-    silent = target.fill_features(packed_batch([([5, 6, 7, 8], 4)], 1), head.feature_spec, torch.float32)
-    assert float(head.supervised_counts(silent).sum()) == 0
-    loss = head.loss(silent, torch.ones(4)).loss
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert float(loss.detach()) == 0
-    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+    assert_silence_gives_zero(target, head_for(target, num_layers=2, fc_norm=True, norm_before_fc=True))
 
 
 def test_half_precision_training(target: TargetModel) -> None:
