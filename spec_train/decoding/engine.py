@@ -40,13 +40,15 @@ def plain_decode(
     batch_size: int = 1,
     ids: Sequence[str] | None = None,
     categories: Sequence[str] | None = None,
+    indices: Sequence[int] | None = None,
     on_progress: Progress | None = None,
 ) -> DecodeTrace:
-    """Decode without speculation: the baseline in speed and the reference in text."""
+    """Decode without speculation: the baseline in speed and the reference in text. `indices`: places of these requests
+    in the whole run, which seed them (default: their order)."""
     requests = _requests(prompts, ids, categories)
     timings = Timings()
     started = clock(target.device)
-    for chunk in _chunks(prompts, batch_size):
+    for chunk in batches_of(prompts, batch_size):
         spent, seen = GenerationTimings(), [0]
 
         def report(total: int, seen: list[int] = seen) -> None:
@@ -54,8 +56,14 @@ def plain_decode(
                 on_progress(total - seen[0])
             seen[0] = total
 
+        places = [indices[i] for i in chunk] if indices else chunk
         answers = target.generate(
-            [prompts[i] for i in chunk], sampling, max_new_tokens, request_indices=chunk, on_token=report, timings=spent
+            [prompts[i] for i in chunk],
+            sampling,
+            max_new_tokens,
+            request_indices=places,
+            on_token=report,
+            timings=spent,
         )
         for i, answer in zip(chunk, answers, strict=True):
             requests[i].output_ids, requests[i].finish_reason = answer.output_ids, answer.finish_reason
@@ -77,12 +85,14 @@ def speculative_decode(
     batch_size: int = 1,
     ids: Sequence[str] | None = None,
     categories: Sequence[str] | None = None,
+    indices: Sequence[int] | None = None,
     on_progress: Progress | None = None,
 ) -> DecodeTrace:
     """Decode `prompts` (token ids) with K = `num_draft_tokens` drafts a round.
 
     Requests keep their order in the trace; batches are formed by prompt length. Under sampling each request draws
-    from its own generator, so its tokens do not depend on the batch.
+    from its own generator, so its tokens do not depend on the batch; `indices` (default: their order) are the places
+    in the whole run that seed them.
 
     Raises UserError for an empty prompt, one that fills the target's context, or K < 1.
     """
@@ -91,9 +101,10 @@ def speculative_decode(
     requests = _requests(prompts, ids, categories)
     timings = Timings()
     started = clock(target.device)
-    for chunk in _chunks(prompts, batch_size):
+    for chunk in batches_of(prompts, batch_size):
+        places = [indices[i] for i in chunk] if indices else chunk
         batch = _Round(
-            target, proposer, [requests[i] for i in chunk], chunk, num_draft_tokens, sampling, max_new_tokens, timings
+            target, proposer, [requests[i] for i in chunk], places, num_draft_tokens, sampling, max_new_tokens, timings
         )
         while batch.rows:
             emitted = batch.advance()
@@ -273,7 +284,7 @@ def _requests(
     ]
 
 
-def _chunks(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+def batches_of(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
     """Indices of the prompts in batches of similar length; in the given order for batch size 1."""
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: give at least 1")

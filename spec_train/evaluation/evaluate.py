@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from spec_train.decoding.trace import DecodeTrace
 from spec_train.evaluation.metrics import compare_lossless, speed_summary, summarise, tokens_per_step
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.suites import load_suite
+from spec_train.evaluation.traces import partial_path, resumable_decode, trace_path, write_trace
 from spec_train.manifest import package_versions
 from spec_train.progress import progress
 from spec_train.speculators.base import Proposer, ResponseHits, Speculator
@@ -41,6 +43,12 @@ class Suite:
     def first(self, count: int | None) -> Suite:
         """The first `count` prompts."""
         return Suite(self.name, self.ids[:count], self.categories[:count], self.prompts[:count])
+
+    def part(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The prompts at `indices` as one batch, in the decoders' words."""
+        columns = {"prompts": self.prompts, "ids": self.ids, "categories": self.categories}
+        chosen: dict[str, Any] = {name: [column[i] for i in indices] for name, column in columns.items()}
+        return {**chosen, "indices": list(indices), "batch_size": len(indices)}
 
 
 @dataclass(frozen=True)
@@ -76,15 +84,22 @@ class Reference:
     speed: list[DecodeTrace]
 
 
-def decode_reference(target: TargetModel, suite: Suite, settings: EvalSettings) -> Reference:
-    """Plain decoding, batched for the text and one at a time for the speed."""
+def decode_reference(
+    target: TargetModel, suite: Suite, settings: EvalSettings, partial: Path | None = None
+) -> Reference:
+    """Plain decoding, batched for the text and one at a time for the speed. `partial`: see `resumable_decode`."""
     common: dict[str, Any] = {"sampling": settings.sampling, "max_new_tokens": settings.max_new_tokens}
     total = len(suite.prompts) * settings.max_new_tokens
     with progress(f"{suite.name}: plain decoding", total) as advance:
-        trace = plain_decode(
-            target, suite.prompts, batch_size=settings.batch_size, ids=suite.ids, categories=suite.categories,
-            on_progress=advance, **common,
-        )  # fmt: skip
+        trace = resumable_decode(
+            lambda chunk: plain_decode(target, **suite.part(chunk), **common, on_progress=advance),
+            suite.prompts,
+            settings.batch_size,
+            0,
+            partial=partial,
+            settings=_settings_key(target, suite, settings, "plain"),
+            on_progress=advance,
+        )
     timed = suite.prompts[: settings.speed_prompts]
     common["max_new_tokens"] = settings.speed_new_tokens or settings.max_new_tokens
     speed = [plain_decode(target, timed, **common) for _ in range(settings.speed_rounds)] if timed else []
@@ -101,8 +116,9 @@ def evaluate(
     *,
     target_name: str,
     estimate: Callable[[int], dict[str, float]] | None = None,
+    partial: Path | None = None,
 ) -> tuple[dict[str, Any], DecodeTrace]:
-    """(the result of DESIGN's evaluation JSON, the trace it was computed from)."""
+    """(the result of DESIGN's evaluation JSON, the trace it was computed from). `partial`: see `resumable_decode`."""
     common: dict[str, Any] = {
         "num_draft_tokens": num_draft_tokens,
         "sampling": settings.sampling,
@@ -111,10 +127,15 @@ def evaluate(
     total = len(suite.prompts) * settings.max_new_tokens
     proposer = contender.proposer
     with progress(f"{suite.name}: {contender.kind} K={num_draft_tokens}", total) as advance:
-        trace = speculative_decode(
-            target, proposer, suite.prompts, batch_size=settings.batch_size, ids=suite.ids, categories=suite.categories,
-            on_progress=advance, **common,
-        )  # fmt: skip
+        trace = resumable_decode(
+            lambda chunk: speculative_decode(target, proposer, **suite.part(chunk), **common, on_progress=advance),
+            suite.prompts,
+            settings.batch_size,
+            num_draft_tokens,
+            partial=partial,
+            settings=_settings_key(target, suite, settings, f"{contender.name} K={num_draft_tokens}"),
+            on_progress=advance,
+        )
     greedy = settings.sampling.greedy
     speed = None
     if reference.speed:
@@ -199,6 +220,8 @@ def evaluate_suite(
     """Every contender at every K on one suite. Results are written as they come, and read back after an interruption.
     `reference`: plain decoding of this very suite, where it is at hand."""
     results = []
+    plain = {"suite": suite.name, "type": "plain", "num_draft_tokens": 0, "temperature": settings.sampling.temperature}
+    plain_trace = trace_path(directory / result_name({**plain, "draft_sample_method": "greedy"})) if directory else None
     for contender in contenders:
         estimate = None
         for k in contender.num_draft_tokens:
@@ -213,16 +236,24 @@ def evaluate_suite(
             if done is not None and done.is_file():
                 results.append(json.loads(done.read_text(encoding="utf-8")))
                 continue
-            reference = reference or decode_reference(target, suite, settings)
+            partial = partial_path(plain_trace) if plain_trace else None
+            reference = reference or decode_reference(target, suite, settings, partial)
             proposer = contender.proposer
             if isinstance(proposer, Speculator) and settings.sampling.greedy and estimate is None:
                 estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
-            result, _ = evaluate(
-                target, contender, suite, reference, settings, k, target_name=target_name, estimate=estimate
-            )
+            partial = partial_path(trace_path(done)) if done else None
+            result, trace = evaluate(
+                target, contender, suite, reference, settings, k,
+                target_name=target_name, estimate=estimate, partial=partial,
+            )  # fmt: skip
             results.append(result)
-            if directory is not None:
+            if directory is not None and done is not None and partial is not None:
+                write_trace(trace_path(done), trace.requests)
                 write_results(directory, [result])
+                partial.unlink()
+    if plain_trace is not None and reference is not None:
+        write_trace(plain_trace, reference.trace.requests)
+        partial_path(plain_trace).unlink(missing_ok=True)
     return results
 
 
@@ -252,6 +283,20 @@ def _rows_of(documents: Sequence[Document]) -> list[list[list[int]]]:
             rows = []
         rows.append([index])
     return [*batches, rows] if rows else batches
+
+
+def _settings_key(target: TargetModel, suite: Suite, settings: EvalSettings, who: str) -> dict[str, Any]:
+    """Everything that a decoded batch depends on, short of the weights."""
+    prompts = hashlib.sha256(json.dumps(suite.prompts).encode()).hexdigest()
+    return {
+        "who": who,
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "sampling": asdict(settings.sampling),
+        "max_new_tokens": settings.max_new_tokens,
+        "batch_size": settings.batch_size,
+        "prompts": prompts,
+    }
 
 
 def _device_name(device: torch.device) -> str:
