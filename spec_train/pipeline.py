@@ -152,7 +152,9 @@ def evaluate_checkpoint(
     device: str = "auto",
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     draft_sample_method: Any = "greedy",
+    rejection_sample_method: Any = "standard",
     speed_prompts: int = 4,
     speed_rounds: int = 3,
     seed: int = 0,
@@ -178,6 +180,10 @@ def evaluate_checkpoint(
     path = Path(checkpoint)
     if checkpoint != "ngram" and not path.is_dir():
         raise UserError(f"{checkpoint}: no such checkpoint or export; give a folder, or ngram")
+    samplings = [
+        Sampling(value, top_k, top_p, draft_sample_method, seed, min_p, rejection_sample_method)
+        for value in temperature
+    ]
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(path)).first(max_prompts)
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
@@ -188,8 +194,7 @@ def evaluate_checkpoint(
     if len(contender.num_draft_tokens) < len(num_draft_tokens):
         raise UserError(f"{checkpoint}: drafts at most {max(contender.num_draft_tokens, default=0)} tokens at a time")
     results = []
-    for value in temperature:
-        sampling = Sampling(value, top_k, top_p, draft_sample_method, seed)
+    for sampling in samplings:
         settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
         results += evaluate_suite(model, [contender], prompts, settings, target_name=target)
     return results

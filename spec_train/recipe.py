@@ -205,7 +205,9 @@ class EvalSection(Section):
     temperature: list[NonNegative] = Field(default=[0.0], min_length=1)
     top_k: int = Field(default=0, ge=0)
     top_p: Probability = 1.0
+    min_p: float = Field(default=0.0, ge=0, le=1)
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "block"] = "standard"
     max_new_tokens: PositiveInt | None = None
     max_prompts: PositiveInt | None = None
     batch_size: PositiveInt = 16

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
-from spec_train.decoding.verify import verify_greedy, verify_sampled
+from spec_train.decoding.verify import verify_block, verify_greedy, verify_sampled
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
 from spec_train.speculators.base import Chooser, Committed, Proposal, Proposer
@@ -192,7 +192,8 @@ class _Round:
         else:
             laws = None if proposal.probs_BKV is None else proposal.probs_BKV[:, :width]
             probs_BQV = target_probs(logits_BQV, self.sampling)
-            accepted_B, next_B = verify_sampled(draft_BK, proposal.count_B, probs_BQV, laws, self.draws)
+            verify = verify_block if self.sampling.rejection_sample_method == "block" else verify_sampled
+            accepted_B, next_B = verify(draft_BK, proposal.count_B, probs_BQV, laws, self.draws)
         emitted = self._record(draft_BK, proposal.count_B, accepted_B, next_B)
         # Beside position n-1+i stands token x_{n+i}: the accepted drafts, then the corrected or bonus token.
         token_BQ = torch.cat([draft_BK, torch.zeros_like(next_B)[:, None]], dim=1).scatter(

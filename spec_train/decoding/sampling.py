@@ -26,9 +26,11 @@ GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS: a smaller temperature would only ov
 class Sampling:
     """How the target samples, and how drafts are drawn.
 
-    temperature 0 (or anything below 1e-5) means argmax; negative is refused. top_k 0 and top_p 1.0 mean no filter.
-    `draft_sample_method` follows vLLM: "greedy" drafts are the draft's argmax (their law is one-hot),
-    "probabilistic" drafts are drawn from the draft's own distribution. `seed` seeds one generator per request.
+    temperature 0 (or anything below 1e-5) means argmax; negative is refused. top_k 0, top_p 1.0 and min_p 0.0 mean no
+    filter. `draft_sample_method` follows vLLM: "greedy" drafts are the draft's argmax (their law is one-hot),
+    "probabilistic" drafts are drawn from the draft's own distribution. `rejection_sample_method`, vLLM's name too, is
+    how drafts are judged: "standard" token by token, "block" all together (see `verify`). `seed` seeds one generator
+    per request.
 
     Raises UserError for a value outside its range.
     """
@@ -38,6 +40,8 @@ class Sampling:
     top_p: float = 1.0
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     seed: int = 0
+    min_p: float = 0.0
+    rejection_sample_method: Literal["standard", "block"] = "standard"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -46,6 +50,10 @@ class Sampling:
             raise UserError(f"top_k is {self.top_k}: give 0 (no filter) or how many tokens to keep")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: give a number above 0 and up to 1 (1 means no filter)")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p}: give 0 (no filter) or a number up to 1")
+        if self.rejection_sample_method not in ("standard", "block"):
+            raise UserError(f"rejection_sample_method is '{self.rejection_sample_method}': give standard or block")
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise UserError(f"draft_sample_method is '{self.draft_sample_method}': give greedy or probabilistic")
 
@@ -66,11 +74,13 @@ def mask_padding(logits: Tensor, vocab_size: int | None) -> Tensor:
 def target_probs(logits: Tensor, sampling: Sampling, vocab_size: int | None = None) -> Tensor:
     """The law that a token is drawn from: `logits` [..., V] -> float32 probabilities [..., V] that sum to 1.
 
-    Order and ties are those of vLLM and transformers:
+    Order and ties are those of vLLM:
       1. divide by the temperature (argmax, as a one-hot law, where it is 0; the lowest id wins a tie)
-      2. top-k: keep every logit that is not below the k-th largest, so ties at the k-th place all stay
-      3. top-p: over the softmax of what is left, drop from the smallest up while the dropped mass is <= 1 - top_p;
+      2. min-p: drop every token whose probability is below min_p times the largest
+      3. top-k: keep every logit that is not below the k-th largest, so ties at the k-th place all stay
+      4. top-p: over the softmax of what is left, drop from the smallest up while the dropped mass is <= 1 - top_p;
          the largest always stays; among equal logits the lower id is dropped first
+    (transformers applies min-p last; the laws differ where top-p is set too.)
     The same function gives a draft's own law (pass the draft's logits); ids from `vocab_size` on get probability 0.
     """
     logits = mask_padding(logits, vocab_size).float()
@@ -78,15 +88,48 @@ def target_probs(logits: Tensor, sampling: Sampling, vocab_size: int | None = No
         one_hot = torch.zeros_like(logits)
         return one_hot.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth_largest = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth_largest, -math.inf)
-    if sampling.top_p < 1:
-        ascending, order = logits.sort(dim=-1, stable=True)
-        dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        dropped[..., -1] = False
-        logits = logits.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), -math.inf)
+    if sampling.min_p > 0:
+        # probability < min_p * largest, without a softmax
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(sampling.min_p), -math.inf)
+    top_k_set = 0 < sampling.top_k < logits.shape[-1]
+    if top_k_set and sampling.top_p < 1:
+        logits = keep_top_k_top_p(logits, sampling.top_k, sampling.top_p)
+    elif top_k_set:
+        logits = keep_top_k(logits, sampling.top_k)
+    elif sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
     return logits.softmax(dim=-1)
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """`logits` [..., V] with everything below the k-th largest at -inf."""
+    kth_largest = logits.topk(top_k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < kth_largest, -math.inf)
+
+
+def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """`logits` [..., V] with the smallest at -inf whose mass together is <= 1 - top_p; the largest stays."""
+    ascending, order = logits.sort(dim=-1, stable=True)
+    dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    dropped[..., -1] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), -math.inf)
+
+
+def keep_top_k_top_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """`keep_top_p(keep_top_k(logits, top_k), top_p)` without sorting the vocabulary.
+
+    Only the k largest are sorted. Rows where further tokens share the k-th place, which all stay, take the plain form;
+    which form a row takes depends on nothing but that row, so a request's law is the same in every batch.
+    """
+    values, ids = logits.topk(top_k, dim=-1)
+    ids = ids.sort(dim=-1).values  # topk leaves the order of equals open; by ascending id it is that of the plain form
+    largest = torch.full_like(logits, -math.inf).scatter_(-1, ids, keep_top_p(logits.gather(-1, ids), top_p))
+    kth_largest = values[..., -1:]
+    not_below = (logits >= kth_largest) & (kth_largest > -math.inf)
+    crowded = not_below.sum(dim=-1) > top_k
+    if crowded.any():
+        largest[crowded] = keep_top_p(keep_top_k(logits[crowded], top_k), top_p)
+    return largest
 
 
 def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -231,6 +231,7 @@ def evaluate_suite(
                 "num_draft_tokens": k,
                 "temperature": settings.sampling.temperature,
                 "draft_sample_method": settings.sampling.draft_sample_method,
+                "rejection_sample_method": settings.sampling.rejection_sample_method,
             }
             done = directory / result_name(key) if directory else None
             if done is not None and done.is_file():

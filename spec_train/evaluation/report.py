@@ -64,9 +64,10 @@ def write_results(directory: Path, results: Sequence[dict[str, Any]]) -> list[Pa
 
 
 def result_name(result: dict[str, Any]) -> str:
-    """`<suite>-<type>-k<K>-t<T>[-probabilistic].json`; a suite given as a path counts by its stem."""
+    """`<suite>-<type>-k<K>-t<T>[-probabilistic][-block].json`; a suite given as a path counts by its stem."""
     suite = Path(result["suite"]).stem
     drafts = "-probabilistic" if result["draft_sample_method"] == "probabilistic" else ""
+    drafts += "-block" if result["rejection_sample_method"] == "block" else ""
     kind = result["type"].replace(" ", "_")
     return f"{suite}-{kind}-k{result['num_draft_tokens']}-t{result['temperature']:g}{drafts}.json"
 

@@ -46,7 +46,15 @@ def suite_of(run: Run, name: str) -> Suite:
 
 def eval_settings(run: Run, temperature: float) -> EvalSettings:
     section = run.recipe.eval
-    sampling = Sampling(temperature, section.top_k, section.top_p, section.draft_sample_method, run.recipe.run.seed)
+    sampling = Sampling(
+        temperature,
+        section.top_k,
+        section.top_p,
+        section.draft_sample_method,
+        run.recipe.run.seed,
+        section.min_p,
+        section.rejection_sample_method,
+    )
     max_new_tokens = section.max_new_tokens or run.recipe.responses.max_new_tokens
     return EvalSettings(
         sampling,

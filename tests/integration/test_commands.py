@@ -118,3 +118,16 @@ def test_eval_without_a_recipe_writes_the_result_format(folder: Path) -> None:
         assert steps > 0
         assert entry["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
     assert "out.json" in result.stdout
+
+
+def test_eval_options_of_sampling_reach_the_decoder(folder: Path) -> None:
+    (folder / "one.jsonl").write_text('{"prompt": "Hello there"}\n')
+    where = ["--target", "target", "--suite", "one.jsonl", "--json", "sampled.json", "--max-new-tokens", "16"]
+    filters = ["--temperature", "1", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.05"]
+    rule = ["--draft-sample-method", "probabilistic", "--rejection-sample-method", "block"]
+    result = spec_train(folder, "eval", "ngram", *where, "--num-draft-tokens", "2", *filters, *rule)
+    assert result.returncode == 0, result.stderr
+    (entry,) = json.loads((folder / "sampled.json").read_text())
+    assert (entry["temperature"], entry["top_k"], entry["top_p"], entry["min_p"]) == (1.0, 20, 0.9, 0.05)
+    assert (entry["draft_sample_method"], entry["rejection_sample_method"]) == ("probabilistic", "block")
+    assert entry["lossless"] is None

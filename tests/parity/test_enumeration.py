@@ -1,9 +1,10 @@
 """The joint law of the first three tokens under speculative decoding equals plain sampling from the target.
 
-A target and a draft over five tokens are given as explicit tables, one row of logits per prefix. For each rule (greedy
-draft, probabilistic draft) and each filter:
+A target and a draft over five tokens are given as explicit tables, one row of logits per prefix. For each rule (token
+by token, block verification; greedy, probabilistic drafts), each filter and one to three drafts a round:
 
-- exactly: walk every draft and every accept event with the rule's own acceptance probability and residual;
+- exactly: walk every draft, every outcome of the tests and every added token with the probabilities that the decoder's
+  own functions give;
 - by simulation: run the batched rule on 40,000 rows and test the observed triples with a chi-square.
 
 Both checks are then turned on variants with a deliberate fault; a check that lets one pass is no check. Last, the real
@@ -16,27 +17,30 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from spec_train.decoding import verify
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import RequestGenerators, Sampling, draw_at, target_probs
-from spec_train.decoding.verify import accept_probability, leading_accepts, residual_law, verify_sampled
+from spec_train.decoding.verify import accept_probability, leading_accepts, residual_law, verify_block, verify_sampled
 from spec_train.speculators.base import Proposal, Proposer
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 
-V, K, LENGTH, RUNS = 5, 2, 3, 40_000
+V, K, DEEPEST, LENGTH, RUNS = 5, 2, 3, 3, 40_000
 FILTERS = {
     "none": Sampling(temperature=1.0),
     "temperature": Sampling(temperature=0.7),
     "top_k": Sampling(temperature=1.0, top_k=3),
     "top_p": Sampling(temperature=0.9, top_p=0.8),
+    "min_p": Sampling(temperature=1.0, min_p=0.2),
+    "all": Sampling(temperature=1.2, top_k=4, top_p=0.9, min_p=0.1),
 }
 
 
 def tables(seed, scale):
     """Logits [V**n, V] for every prefix length n that decoding can reach; row = the prefix read in base V."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(V**n, V, generator=generator) * scale for n in range(LENGTH + K)]
+    return [torch.randn(V**n, V, generator=generator) * scale for n in range(LENGTH + DEEPEST)]
 
 
 TARGET = tables(1, 1.5)
@@ -72,102 +76,192 @@ def one_hot(law):
     return torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
 
 
-class Rule:
-    """What a round does at one position, in the terms of the papers; a faulty variant overrides one of them."""
-
-    def __init__(self, target, draft, greedy_draft):
-        self.target = target
-        self.drawn = [one_hot(law) for law in draft] if greedy_draft else draft  # the law drafts come from
-        self.scored = self.drawn  # the law they are judged by
-
-    def accept(self, target_law, draft_law, token):
-        return float(accept_probability(target_law[token], draft_law[token]))
-
-    def residual(self, target_law, draft_law):
-        return residual_law(target_law, draft_law)
-
-    def bonus(self, n, prefix):
-        return self.target[n][index(prefix)]
-
-    def one_round(self, prefix):
-        """All continuations of `prefix` by one round, with their probabilities: (tokens, probability)."""
-        return self._from_draft(tuple(prefix), (), 1.0)
-
-    def _from_draft(self, prefix, drafts, weight):
-        here = prefix + drafts
-        n = len(here)
-        if len(drafts) == K:
-            return [((*drafts, v), weight * float(p)) for v, p in enumerate(self.bonus(n, here)) if p > 0]
-        target_law, drawn, scored = (table[n][index(here)] for table in (self.target, self.drawn, self.scored))
-        outcomes = []
-        for token in range(V):
-            if drawn[token] == 0:
-                continue
-            chosen = weight * float(drawn[token])
-            accept = self.accept(target_law, scored, token)
-            if accept < 1:
-                corrected = self.residual(target_law, scored)
-                outcomes += [((*drafts, v), chosen * (1 - accept) * float(p)) for v, p in enumerate(corrected) if p > 0]
-            if accept > 0:
-                outcomes += self._from_draft(prefix, (*drafts, token), chosen * accept)
-        return outcomes
+def judge_standard(drafts, count, target, scored):
+    """(probability of each test, accepted drafts by the tests passed, law of the added token): the decoder's parts."""
+    tests = verify.token_tests(drafts, target, scored)
+    return tests, verify.leading_accepts, lambda accepted: verify.added_law(drafts, count, accepted, target, scored)
 
 
-def speculative_joint(rule):
-    """Exact law of the first LENGTH tokens when rounds of `rule` follow each other."""
-    joint = torch.zeros(V**LENGTH, dtype=torch.float64)
-    open_prefixes = {(): 1.0}
-    while open_prefixes:
-        following = {}
-        for prefix, weight in open_prefixes.items():
-            for tokens, probability in rule.one_round(prefix):
-                longer = prefix + tokens
-                if len(longer) >= LENGTH:
-                    joint[index(longer[:LENGTH])] += weight * probability
-                else:
-                    following[longer] = following.get(longer, 0.0) + weight * probability
-        open_prefixes = following
-    return joint
+def judge_block(drafts, count, target, scored):
+    tests, weight = verify.block_tests(drafts, count, target, scored)
+    return (
+        tests,
+        verify.last_accept,
+        lambda accepted: verify.added_law(drafts, count, accepted, target, scored, weight),
+    )
 
 
-def exact_error(rule):
+JUDGES = {"standard": judge_standard, "block": judge_block}
+
+
+def count_of(n, prefix_B, k, ragged):
+    """How many drafts a round offers: all, or a number that only the prefix decides (0 included)."""
+    return (prefix_B * 3 + n + 1) % (k + 1) if ragged else torch.full_like(prefix_B, k)
+
+
+def one_round(judge, n, mass, target, drawn, scored, k, ragged=False):
+    """Every way in which a round may go on from the prefixes of length n, which have probabilities `mass` [V**n].
+
+    Yields (tokens emitted, index of the longer prefix, its probability). Drafts, the outcomes of all tests and the
+    added token are enumerated; nothing is drawn. `scored` None: greedy drafts, judged as such.
+    """
+    digits = torch.tensor(list(itertools.product(range(V), repeat=k))).repeat(V**n, 1)
+    prefix = torch.arange(V**n).repeat_interleave(V**k)
+    here = [prefix]
+    for place in range(k):
+        here.append(here[-1] * V + digits[:, place])
+    count = count_of(n, prefix, k, ragged)
+    weight = mass[prefix].clone()
+    for place in range(k):
+        chosen = drawn[n + place][here[place], digits[:, place]].double()
+        weight *= torch.where(
+            place < count, chosen, (digits[:, place] == 0).double()
+        )  # token 0 where nothing is drafted
+    real = weight > 0
+    digits, count, weight, here = digits[real], count[real], weight[real], torch.stack(here, 1)[real]
+    target_BQV = torch.stack([target[n + place][here[:, place]] for place in range(k + 1)], 1)
+    scored_BKV = None if scored is None else torch.stack([scored[n + p][here[:, p]] for p in range(k)], 1)
+    tests, combine, added = judge(digits, count, target_BQV, scored_BKV)
+    for pattern in itertools.product((False, True), repeat=k):
+        passed = torch.tensor(pattern).expand(len(digits), k)
+        outcome = torch.where(passed, tests.double(), 1 - tests.double())
+        outcome = torch.where(torch.arange(k) < count[:, None], outcome, (~passed).double())  # no test, one outcome
+        branch = weight * outcome.prod(1)
+        accepted = combine(passed, count)
+        law = added(accepted).double()
+        law = law / law.sum(-1, keepdim=True)
+        longer = here.gather(1, accepted[:, None]) * V + torch.arange(V)
+        for length in accepted.unique().tolist():
+            mine = (accepted == length) & (branch > 0)
+            yield length + 1, longer[mine], branch[mine, None] * law[mine]
+
+
+def speculative_joint(judge, target, drawn, scored, k, ragged=False):
+    """Exact law of the first LENGTH tokens when rounds follow each other, float64 [V**LENGTH]."""
+    mass = [torch.zeros(V**n, dtype=torch.float64) for n in range(LENGTH + 1)]
+    mass[0] += 1
+    for n in range(LENGTH):
+        for emitted, longer, probability in one_round(judge, n, mass[n], target, drawn, scored, k, ragged):
+            reached = min(n + emitted, LENGTH)
+            mass[reached].index_add_(0, longer.flatten() // V ** (n + emitted - reached), probability.flatten())
+    return mass[LENGTH]
+
+
+def exact_error(judge, target, drawn, scored, k=K, ragged=False):
     """Largest deviation of any triple's probability from plain sampling."""
-    return float((speculative_joint(rule) - plain_joint(rule.target)).abs().max())
+    return float((speculative_joint(judge, target, drawn, scored, k, ragged) - plain_joint(target)).abs().max())
 
 
 @pytest.mark.parametrize("greedy_draft", [True, False], ids=["greedy_draft", "probabilistic"])
+@pytest.mark.parametrize("rule", JUDGES)
 @pytest.mark.parametrize("name", FILTERS)
-def test_enumerated_joint_law_is_the_targets(name, greedy_draft):
-    sampling = FILTERS[name]
-    rule = Rule(laws(TARGET, sampling), laws(DRAFT, sampling), greedy_draft)
-    assert exact_error(rule) < 1e-6
-    assert float(speculative_joint(rule).sum()) == pytest.approx(1.0, abs=1e-5)
+def test_enumerated_joint_law_is_the_targets(name, rule, greedy_draft):
+    target, draft = laws(TARGET, FILTERS[name]), laws(DRAFT, FILTERS[name])
+    drawn, scored = ([one_hot(law) for law in draft], None) if greedy_draft else (draft, draft)
+    for k in (1, 2, 3):
+        for ragged in (False, True):
+            assert exact_error(JUDGES[rule], target, drawn, scored, k, ragged) < 1e-6
+    assert float(speculative_joint(JUDGES[rule], target, drawn, scored, K).sum()) == pytest.approx(1.0, abs=1e-6)
 
 
-class UnclippedResidual(Rule):
-    def residual(self, target_law, draft_law):
-        difference = (target_law - draft_law).abs()
-        return difference / difference.sum()
+def unclipped(target_law, draft_law):
+    difference = (target_law - draft_law).abs()
+    return difference / difference.sum(-1, keepdim=True)
 
 
-class BonusFromTheRowBefore(Rule):
-    def bonus(self, n, prefix):
-        return self.target[n - 1][index(prefix[:-1])]
+@pytest.mark.parametrize("rule", JUDGES)
+def test_enumeration_detects_an_unclipped_residual(rule, monkeypatch):
+    target, draft = laws(TARGET, FILTERS["none"]), laws(DRAFT, FILTERS["none"])
+    assert exact_error(JUDGES[rule], target, draft, draft) < 1e-6
+    monkeypatch.setattr(verify, "residual_law", unclipped)
+    assert exact_error(JUDGES[rule], target, draft, draft) > 0.01
 
 
-def test_enumeration_detects_each_fault():
-    plain, cut = FILTERS["none"], FILTERS["top_k"]
-    target, draft = laws(TARGET, plain), laws(DRAFT, plain)
-    assert exact_error(UnclippedResidual(target, draft, False)) > 0.01
-    assert exact_error(BonusFromTheRowBefore(target, draft, False)) > 0.01
+@pytest.mark.parametrize("rule", JUDGES)
+def test_enumeration_detects_the_draft_law_before_top_k(rule):
+    target, drawn = laws(TARGET, FILTERS["top_k"]), laws(DRAFT, FILTERS["top_k"])
+    before = laws(DRAFT, FILTERS["none"])
+    assert exact_error(JUDGES[rule], target, drawn, before) > 0.01
+    assert exact_error(JUDGES[rule], target, before, drawn) > 0.005  # the other way round
 
-    soft_scores = Rule(target, draft, greedy_draft=True)
-    soft_scores.scored = draft  # argmax drafts judged by the softmax
-    assert exact_error(soft_scores) > 0.01
 
-    before_top_k = Rule(laws(TARGET, cut), laws(DRAFT, cut), greedy_draft=False)
-    before_top_k.scored = draft  # drawn after top-k, judged by the law before it
-    assert exact_error(before_top_k) > 0.01
+@pytest.mark.parametrize("rule", JUDGES)
+def test_enumeration_detects_soft_scores_on_greedy_drafts(rule):
+    target, draft = laws(TARGET, FILTERS["none"]), laws(DRAFT, FILTERS["none"])
+    assert exact_error(JUDGES[rule], target, [one_hot(law) for law in draft], draft) > 0.01
+
+
+@pytest.mark.parametrize("greedy_draft", [True, False], ids=["greedy_draft", "probabilistic"])
+@pytest.mark.parametrize("rule", JUDGES)
+def test_enumeration_detects_a_bonus_from_the_wrong_row(rule, greedy_draft):
+    def judge(drafts, count, target, scored):
+        tests, combine, _ = JUDGES[rule](drafts, count, target, scored)
+        wrong, rows = target.clone(), torch.arange(len(count))
+        wrong[rows, count] = target[rows, (count - 1).clamp(min=0)]
+        return tests, combine, JUDGES[rule](drafts, count, wrong, scored)[2]
+
+    target, draft = laws(TARGET, FILTERS["none"]), laws(DRAFT, FILTERS["none"])
+    drawn, scored = ([one_hot(law) for law in draft], None) if greedy_draft else (draft, draft)
+    assert exact_error(judge, target, drawn, scored) > 0.01
+
+
+def weights_as_tests(drafts, count, target, scored):
+    """h_i without the look ahead at what is left."""
+    _, combine, added = judge_block(drafts, count, target, scored)
+    return verify.block_tests(drafts, count, target, scored)[1][:, 1:], combine, added
+
+
+def look_ahead_without_weight(drafts, count, target, scored):
+    """S_i from target_i - draft_i instead of weight_i * target_i - draft_i."""
+    _, combine, added = judge_block(drafts, count, target, scored)
+    weight = verify.block_tests(drafts, count, target, scored)[1]
+    tests = weight[:, 1:].clone()
+    for i in range(1, drafts.shape[1]):
+        left = (target[:, i] - scored[:, i]).clamp(min=0).sum(-1).double()
+        tests[:, i - 1] = torch.where(count == i, weight[:, i], left / (left + 1 - weight[:, i]))
+    return tests, combine, added
+
+
+def residual_without_weight(drafts, count, target, scored):
+    tests, combine, _ = judge_block(drafts, count, target, scored)
+    return tests, combine, judge_standard(drafts, count, target, scored)[2]
+
+
+def stop_at_the_first_failed_test(drafts, count, target, scored):
+    tests, _, added = judge_block(drafts, count, target, scored)
+    return tests, verify.leading_accepts, added
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [weights_as_tests, look_ahead_without_weight, residual_without_weight, stop_at_the_first_failed_test],
+)
+def test_enumeration_detects_each_fault_of_block_verification(faulty):
+    target, draft = laws(TARGET, FILTERS["none"]), laws(DRAFT, FILTERS["none"])
+    assert exact_error(faulty, target, draft, draft) > 1e-4  # a hundred times what the rule is allowed
+
+
+def expected_length(judge, target, drawn, scored, k):
+    """Expected accepted drafts of the first round."""
+    start = torch.ones(1, dtype=torch.float64)
+    branches = one_round(judge, 0, start, target, drawn, scored, k)
+    return sum((emitted - 1) * float(probability.sum()) for emitted, _, probability in branches)
+
+
+@pytest.mark.parametrize("greedy_draft", [True, False], ids=["greedy_draft", "probabilistic"])
+def test_block_verification_accepts_at_least_as_many(greedy_draft):
+    gains = []
+    for seed in range(12):
+        target = laws(tables(100 + seed, 1.5), FILTERS["none"])
+        draft = laws([rows * 0.7 for rows in tables(200 + seed, 1.0)], FILTERS["none"])
+        drawn, scored = ([one_hot(law) for law in draft], None) if greedy_draft else (draft, draft)
+        for k in (1, 2, 3):
+            token_wise = expected_length(judge_standard, target, drawn, scored, k)
+            gains.append(expected_length(judge_block, target, drawn, scored, k) - token_wise)
+            assert gains[-1] > -1e-6
+            if k == 1 or greedy_draft:  # with one draft the rules are the same; so they are on one-hot drafts
+                assert gains[-1] == pytest.approx(0, abs=1e-6)
+    assert greedy_draft or max(gains) > 0.03
 
 
 def test_soft_scores_on_greedy_drafts_give_the_known_biased_law():
@@ -254,11 +348,12 @@ def simulate(rule_fn, target, drawn, scored, seed=0):
 
 
 @pytest.mark.parametrize("greedy_draft", [True, False], ids=["greedy_draft", "probabilistic"])
-@pytest.mark.parametrize("name", FILTERS)
-def test_simulated_joint_law_is_the_targets(name, greedy_draft):
+@pytest.mark.parametrize("rule", [verify_sampled, verify_block])
+@pytest.mark.parametrize("name", ["none", "top_p", "all"])
+def test_simulated_joint_law_is_the_targets(name, rule, greedy_draft):
     sampling = FILTERS[name]
     target, draft = laws(TARGET, sampling), laws(DRAFT, sampling)
-    counts = simulate(verify_sampled, target, draft, None if greedy_draft else draft)
+    counts = simulate(rule, target, draft, None if greedy_draft else draft)
     assert chi_square_p(counts, plain_joint(target)) > 1e-3
 
 
@@ -401,8 +496,20 @@ def decode(target, proposer, sampling, num_requests):
         ("ngram", Sampling(temperature=0.9, top_k=5, seed=4), 8_000),  # short drafts and none at all
         ("eagle3", Sampling(temperature=1.0, seed=9), 12_000),
         ("eagle3", Sampling(0.9, top_k=10, draft_sample_method="probabilistic", seed=10), 12_000),
+        ("table", Sampling(1.0, draft_sample_method="probabilistic", seed=11, rejection_sample_method="block"), 20_000),
+        ("ngram", Sampling(0.9, min_p=0.05, seed=12, rejection_sample_method="block"), 8_000),
+        ("eagle3", Sampling(0.9, 10, 0.95, "probabilistic", 13, 0.02, rejection_sample_method="block"), 12_000),
     ],
-    ids=["greedy_draft", "probabilistic", "ngram", "eagle3_greedy_draft", "eagle3_probabilistic"],
+    ids=[
+        "greedy_draft",
+        "probabilistic",
+        "ngram",
+        "eagle3_greedy_draft",
+        "eagle3_probabilistic",
+        "block",
+        "block_ngram_min_p",
+        "block_eagle3_all_filters",
+    ],
 )
 def test_decoder_keeps_the_models_joint_law(tiny_target, kind, sampling, num_requests):
     proposers = {
@@ -417,6 +524,24 @@ def test_decoder_keeps_the_models_joint_law(tiny_target, kind, sampling, num_req
     accepted = [cycle.accepted for request in trace.requests for cycle in request.cycles]
     assert {0, 1, 2} == set(accepted)
     assert 0.05 < sum(accepted) / len(accepted) < 1.9  # drafts were accepted and refused
+
+
+def test_block_verification_accepts_more_in_the_decoder(tiny_target):
+    accepted = {}
+    for rule in ("standard", "block"):
+        sampling = Sampling(1.0, draft_sample_method="probabilistic", seed=14, rejection_sample_method=rule)
+        trace = speculative_decode(
+            tiny_target,
+            TableDraft(tiny_target),
+            [PROMPT] * 1500,
+            num_draft_tokens=4,
+            sampling=sampling,
+            max_new_tokens=16,
+            batch_size=1500,
+        )
+        cycles = [cycle.accepted for request in trace.requests for cycle in request.cycles]
+        accepted[rule] = sum(cycles) / len(cycles)
+    assert accepted["block"] > 1.02 * accepted["standard"]
 
 
 def test_plain_decoding_has_the_same_law_and_another_temperature_has_not(tiny_target):
@@ -442,8 +567,10 @@ def test_a_proposer_that_misstates_its_law_is_detected_in_the_decoder(tiny_targe
     )
 
 
-def test_a_requests_tokens_do_not_depend_on_its_batch(tiny_target):
-    sampling = Sampling(temperature=1.0, draft_sample_method="probabilistic", seed=8)
+@pytest.mark.parametrize("drafts", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_a_requests_tokens_do_not_depend_on_its_batch(tiny_target, rule, drafts):
+    sampling = Sampling(1.0, 10, 0.97, drafts, seed=8, min_p=0.01, rejection_sample_method=rule)
     outputs = []
     for batch_size in (1, 7, 40):
         trace = speculative_decode(

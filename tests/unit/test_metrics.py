@@ -139,8 +139,9 @@ def test_categories_and_the_fixed_fields():
     assert result["by_category"]["math"]["mean_acceptance_length"] == 5.0
     assert result["by_category"]["chat"]["mean_acceptance_length"] == 1.5
     assert json.loads(json.dumps(result)) == result
-    fixed = """target speculator method suite backend device dtype num_draft_tokens temperature draft_sample_method
-        batch_size seed num_prompts num_output_tokens num_spec_steps num_draft_tokens_total num_accepted_draft_tokens
+    fixed = """target speculator method suite backend device dtype num_draft_tokens temperature top_k top_p min_p
+        draft_sample_method rejection_sample_method batch_size seed num_prompts num_output_tokens
+        num_spec_steps num_draft_tokens_total num_accepted_draft_tokens
         mean_acceptance_length mean_acceptance_length_ci95 draft_acceptance_rate acceptance_rate_per_position
         conditional_acceptance_rate_per_position lossless speed estimate by_category versions"""
     assert set(fixed.split()) <= set(result)

@@ -12,9 +12,9 @@ from spec_train.evaluation.metrics import summarise
 from spec_train.evaluation.report import result_markdown, result_name, result_table, write_results
 
 
-def result(method="eagle3", k=3, temperature=0.0, suite="gsm8k", speedup=2.0, drafts="greedy"):
+def result(method="eagle3", k=3, temperature=0.0, suite="gsm8k", speedup=2.0, drafts="greedy", rule="standard"):
     rounds = [Cycle([1] * k, 2, 2, 3), Cycle([1] * k, 0, 0, 1)]
-    sampling = Sampling(temperature=temperature, draft_sample_method=drafts)
+    sampling = Sampling(temperature=temperature, draft_sample_method=drafts, rejection_sample_method=rule)
     return summarise(
         DecodeTrace([RequestTrace("a", [1], [0] * 5, rounds)], Timings(), k, 1),
         target="t",
@@ -87,12 +87,14 @@ def test_terminal_table_renders():
 
 def test_one_json_file_per_result_and_no_leftovers(tmp_path):
     results = [result(), result(k=5), result(temperature=0.7), result(temperature=0.7, drafts="probabilistic")]
+    results.append(result(temperature=0.7, drafts="probabilistic", rule="block"))
     paths = write_results(tmp_path / "eval", results)
     assert [path.name for path in paths] == [
         "gsm8k-eagle3-k3-t0.json",
         "gsm8k-eagle3-k5-t0.json",
         "gsm8k-eagle3-k3-t0.7.json",
         "gsm8k-eagle3-k3-t0.7-probabilistic.json",
+        "gsm8k-eagle3-k3-t0.7-probabilistic-block.json",
     ]
     assert [json.loads(path.read_text()) for path in paths] == results
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == sorted(path.name for path in paths)

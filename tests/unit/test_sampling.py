@@ -4,9 +4,23 @@ import math
 
 import pytest
 import torch
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from spec_train.decoding.sampling import RequestGenerators, Sampling, draw_at, mask_padding, target_probs
+from spec_train.decoding.sampling import (
+    RequestGenerators,
+    Sampling,
+    draw_at,
+    keep_top_k,
+    keep_top_k_top_p,
+    keep_top_p,
+    mask_padding,
+    target_probs,
+)
 from spec_train.errors import UserError
 
 
@@ -19,6 +33,10 @@ from spec_train.errors import UserError
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"rejection_sample_method": "synthetic"}, "rejection_sample_method"),
         ({"draft_sample_method": "soft"}, "draft_sample_method"),
     ],
 )
@@ -43,16 +61,33 @@ def test_temperature_one_without_filters_is_the_softmax():
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (100, 1.0), (0, 0.6), (0, 1e-6), (5, 0.8)])
-def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
+@pytest.mark.parametrize(
+    ("min_p", "top_k", "top_p"),
+    [
+        (0, 0, 1.0),
+        (0, 3, 1.0),
+        (0, 100, 1.0),
+        (0, 0, 0.6),
+        (0, 0, 1e-6),
+        (0, 5, 0.8),
+        (0.1, 0, 1.0),
+        (1.0, 0, 1.0),
+        (0.02, 5, 1.0),
+        (0.1, 0, 0.8),
+        (0.05, 8, 0.9),
+    ],
+)
+def test_filters_equal_those_of_transformers(temperature, min_p, top_k, top_p):
     generator = torch.Generator().manual_seed(top_k)
     logits = torch.randn(64, 23, generator=generator) * 3
     scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if min_p:  # the order is vLLM's
+        scores = MinPLogitsWarper(min_p)(None, scores)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    probs = target_probs(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    probs = target_probs(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.equal(probs > 0, torch.isfinite(scores))
     assert torch.allclose(probs, scores.softmax(-1), atol=1e-7)
 
@@ -96,6 +131,35 @@ def test_top_k_comes_before_top_p():
         False,
     ]
     assert (target_probs(law, Sampling(temperature=1.0, top_p=0.55)) > 0).tolist() == [True, True, False, False]
+
+
+def test_min_p_comes_before_top_p():
+    # 0.4 of the largest leaves {0.4, 0.3, 0.2}: top-p 0.75 of what is left keeps two, of everything it keeps three
+    law = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert (target_probs(law, Sampling(1.0, top_p=0.75)) > 0).tolist() == [True, True, True, False]
+    assert (target_probs(law, Sampling(1.0, top_p=0.75, min_p=0.4)) > 0).tolist() == [True, True, False, False]
+
+
+def test_min_p_keeps_what_equals_the_largest_and_scales_with_it():
+    logits = torch.tensor([[5.0, 5.0, 4.9, -3.0], [0.1, 0.1, 0.0, -8.0]])
+    assert (target_probs(logits, Sampling(1.0, min_p=1.0)) > 0).tolist() == [[True, True, False, False]] * 2
+    assert (target_probs(logits, Sampling(1.0, min_p=0.5)) > 0).tolist() == [[True, True, True, False]] * 2
+    assert target_probs(logits, Sampling(0.0, min_p=0.5)).tolist() == [[1, 0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("step", [0.0, 0.25, 1.0], ids=["no ties", "ties", "many ties"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.5), (3, 0.6), (7, 0.9), (20, 0.97), (49, 0.3), (50, 1e-6)])
+def test_top_p_of_the_top_k_needs_no_whole_sort(top_k, top_p, step):
+    logits = torch.randn(40, 25, 51, generator=torch.Generator().manual_seed(top_k)) * 2
+    if step:
+        logits = (logits / step).round() * step
+    logits[3] = logits[3].masked_fill(logits[3] < 1, -math.inf)  # fewer than k tokens left by an earlier filter
+    logits[4] = 0.0
+    logits[3, :, 0] = 2.0
+    plain = keep_top_p(keep_top_k(logits, top_k), top_p)
+    fast = keep_top_k_top_p(logits, top_k, top_p)
+    assert torch.equal(fast, plain)
+    assert torch.equal(keep_top_k_top_p(logits[0, 0], top_k, top_p), plain[0, 0])  # alone as in the batch
 
 
 @pytest.mark.parametrize(
