@@ -321,6 +321,25 @@ def compare(
 
 
 @app.command()
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, folders of results, or result files")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the report goes")] = Path("report"),
+    title: Annotated[str, typer.Option(help="Its heading")] = "Speculative decoding, measured",
+) -> None:
+    """One self-contained HTML page with plots, the plots as PNG, and the tables in Markdown."""
+    from spec_train.evaluation.report import result_table
+    from spec_train.evaluation.run_report import collect, write_report
+
+    found = collect(paths)
+    if found.results:
+        _console().print(result_table(found.results))
+    written = write_report(found, out, title)
+    _console().print(f"report: {out / 'report.html'} and {len(written) - 1} more files in {out}", markup=False)
+
+
+@app.command()
 def doctor() -> None:
     """Versions, devices, memory, disk, and which methods the installed vLLM loads."""
     from spec_train.doctor import capability_table, findings

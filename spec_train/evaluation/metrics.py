@@ -81,6 +81,7 @@ def summarise(
         "tokens_per_step": tokens_per_step(trace.requests),
         "draft_acceptance_rate": _ratio(kept, drafted),
         "acceptance_rate_per_position": [_ratio(count, steps) for count in survivors],
+        "acceptance_rate_per_position_ci95": position_intervals(trace.requests, trace.num_draft_tokens),
         "conditional_acceptance_rate_per_position": [
             _ratio(count, before) for before, count in zip([steps, *survivors], survivors, strict=False)
         ],
@@ -132,6 +133,21 @@ def acceptance_interval(requests: Sequence[RequestTrace], seed: int = 0) -> tupl
     lengths = 1 + kept_R[steps_R > 0] / steps_R[steps_R > 0]
     low, high = np.quantile(lengths, [0.025, 0.975])
     return float(low), float(high)
+
+
+def position_intervals(requests: Sequence[RequestTrace], positions: int, seed: int = 0) -> list[list[float]]:
+    """95% bootstrap intervals [low, high] of the acceptance rate at each position, over prompts as in
+    `acceptance_interval`."""
+    rounds = [drafted_rounds([request]) for request in requests]
+    steps = np.array([len(cycles) for cycles in rounds], dtype=np.int64)
+    if steps.sum() == 0:
+        return [[0.0, 0.0] for _ in range(positions)]
+    survivors_RK = np.array([_survivors((c.kept for c in cycles), positions) for cycles in rounds], dtype=np.int64)
+    picks = np.random.default_rng(seed).integers(0, len(rounds), size=(BOOTSTRAP_RESAMPLES, len(rounds)))
+    steps_S = steps[picks].sum(axis=1)
+    rates_SK = survivors_RK[picks].sum(axis=1)[steps_S > 0] / steps_S[steps_S > 0, None]
+    low_K, high_K = np.quantile(rates_SK, [0.025, 0.975], axis=0)
+    return [[float(low), float(high)] for low, high in zip(low_K, high_K, strict=True)]
 
 
 def compare_lossless(plain: Sequence[RequestTrace], spec: Sequence[RequestTrace]) -> dict[str, Any]:

@@ -50,6 +50,11 @@ def result_markdown(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def table_rows(results: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(header, rows) of the table, for other forms of it."""
+    return HEADER, _rows(results)
+
+
 def write_results(directory: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
     """One JSON file per result, written whole or not at all; returns the paths in the order of `results`."""
     directory.mkdir(parents=True, exist_ok=True)
