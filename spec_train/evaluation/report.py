@@ -72,7 +72,7 @@ def result_name(result: dict[str, Any]) -> str:
     """`<suite>-<type>-k<K>-t<T>[-probabilistic][-block].json`; a suite given as a path counts by its stem."""
     suite = Path(result["suite"]).stem
     drafts = "-probabilistic" if result["draft_sample_method"] == "probabilistic" else ""
-    drafts += "-block" if result["rejection_sample_method"] == "block" else ""
+    drafts += "-block" if result.get("rejection_sample_method") == "block" else ""  # older results do not name it
     kind = result["type"].replace(" ", "_")
     return f"{suite}-{kind}-k{result['num_draft_tokens']}-t{result['temperature']:g}{drafts}.json"
 
