@@ -5,6 +5,7 @@ Shape legend: see `batch.py`; further S new positions, T cached ones, d head_dim
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -96,6 +97,20 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots in use before the pending forward pass (Transformers asks; positions are always given explicitly)."""
         return 0
+
+    def branch(self, rows: Tensor) -> SlotCache:
+        """A copy of the given rows (int64 indices, repeats allowed); this cache stays as it is."""
+        branched = copy.copy(self)
+        branched.select(rows)
+        return branched
+
+    def move(self, source_BS: Tensor, target_BS: Tensor) -> None:
+        """Copy the entries of slots `source_BS` of each row into its slots `target_BS`, all read before any is
+        written. Tokens keep the position they were computed at."""
+        rows = torch.arange(source_BS.shape[0], device=source_BS.device)[:, None]
+        for entries in (*self._keys, *self._values):
+            if entries is not None:
+                entries[rows, :, target_BS] = entries[rows, :, source_BS]
 
     def select(self, rows: Tensor) -> None:
         """Keep only the given rows (int64 indices), in that order."""

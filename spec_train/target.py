@@ -255,6 +255,38 @@ class TargetModel:
         )
         return last, Features(aux, last if spec.last_hidden else None)
 
+    def step_tree(
+        self,
+        input_ids_BN: Tensor,
+        depth_BN: Tensor,
+        sees_BNN: Tensor,
+        start_B: Tensor,
+        cache: SlotCache,
+        spec: FeatureSpec,
+    ) -> tuple[Tensor, Features]:
+        """Run the N nodes of a token tree in one pass: (state after the final norm [B, N, H], features).
+
+        Node i is written into slot start + i and stands at position start + depth; it sees every slot before `start`
+        and the nodes of `sees_BNN[b, i]` (its ancestors and itself). Node 0 is the root, the last committed token.
+        """
+        slot_BN = start_B[:, None] + torch.arange(input_ids_BN.shape[1], device=start_B.device)
+        limit = int(slot_BN.max()) + 1
+        cache.place(slot_BN, None, limit)
+        node_BT = torch.arange(limit, device=start_B.device) - start_B[:, None]
+        in_tree_BT = (node_BT >= 0) & (node_BT < input_ids_BN.shape[1])
+        index_BT = node_BT.where(in_tree_BT, 0)
+        rows = torch.arange(len(start_B), device=start_B.device)[:, None]
+        seen_BNT = sees_BNN[rows, :, index_BT].transpose(1, 2)
+        last, aux = self.forward(
+            input_ids_BN,
+            start_B[:, None] + depth_BN,
+            visible_BST=torch.where(in_tree_BT[:, None], seen_BNT, (node_BT < 0)[:, None]),
+            key_position_BT=start_B[:, None] + torch.where(in_tree_BT, depth_BN[rows, index_BT], node_BT),
+            cache=cache,
+            aux_layer_ids=spec.aux_layer_ids,
+        )
+        return last, Features(aux, last if spec.last_hidden else None)
+
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, spec: FeatureSpec) -> tuple[Tensor, Features]:
         """Run right-padded prompts: (state at each prompt's last token [B, H], features [B, P, ...]).
 

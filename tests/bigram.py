@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.recipe import PositiveInt, SpeculatorOptions
 from spec_train.speculators.base import (
-    Chooser,
     Committed,
     LossOutput,
-    Proposal,
     ResponseHits,
     ServingCheckpoint,
     Speculator,
@@ -112,15 +110,14 @@ class Bigram(Speculator):
     def commit(self, state: Tensor, committed: Committed) -> None:
         state.copy_(committed.token_BS[torch.arange(len(state)), committed.count_B - 1])
 
-    @torch.no_grad()
-    def propose(self, state: Tensor, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        tokens, laws = [state], []
-        for _ in range(num_draft_tokens):
-            token, law = choose(self._next(tokens[-1]))
-            tokens.append(token)
-            laws += [] if law is None else [law]
-        count = torch.full_like(state, num_draft_tokens)
-        return Proposal(torch.stack(tokens[1:], 1), count, torch.stack(laws, 1) if laws else None)
+    def first_logits(self, state: Tensor, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        return None, self._next(state)
+
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        return self._next(token_B)
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        return None
 
     def select(self, state: Tensor, rows: Tensor) -> Tensor:
         return state[rows]

@@ -73,7 +73,7 @@ class ToySpeculator(Speculator):
     def serving(self) -> ServingCheckpoint:
         raise NotImplementedError
 
-    begin = commit = propose = select = None  # type: ignore[assignment]
+    begin = commit = propose = select = first_logits = next_logits = branch = None  # type: ignore[assignment]
     required_features = from_recipe = from_checkpoint = from_serving = None  # type: ignore[assignment]
 
 

@@ -14,12 +14,16 @@ class Cycle:
                off afterwards are included
     kept       of those, the ones the user received
     emitted    tokens the user received from this round (kept drafts, plus the bonus or corrected token unless cut off)
+    parents    for a tree of drafts: the index in `drafts` of each draft's parent, -1 after the last committed token;
+               `drafts` are then all its nodes in the order of the pass, `accepted` the length of the accepted path.
+               None for a chain
     """
 
     drafts: list[int]
     accepted: int
     kept: int
     emitted: int
+    parents: list[int] | None = None
 
 
 @dataclass

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
@@ -186,6 +187,46 @@ class Speculator(nn.Module, Proposer):
     @abstractmethod
     def serving(self) -> ServingCheckpoint:
         """Names, shapes and config of the exported checkpoint (VLLM contract)."""
+
+    # ------------------------------------------------------------------ drafting, token by token
+    @abstractmethod
+    def first_logits(self, state: Any, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """(a draft begun from `state`, logits [B, D] of its first token). The draft may go up to `num_draft_tokens`
+        deep; what it writes lies beyond the committed tokens of `state`."""
+
+    @abstractmethod
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """Logits [B, D] of draft token `depth` (0-based, at least 1), `token_B` (target ids) being the one before it.
+        `draft` is moved along."""
+
+    @abstractmethod
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """A copy of the chosen rows of a draft (int64 indices, repeats allowed); `draft` stays as it is."""
+
+    def target_ids(self, index: Tensor) -> Tensor:
+        """Target ids of draft-vocabulary indices."""
+        return index
+
+    def full_law(self, probs_BD: Tensor) -> Tensor:
+        """A law over the draft vocabulary as one over the target's [B, V]."""
+        return probs_BD
+
+    @torch.no_grad()
+    def propose(self, state: Any, num_draft_tokens: int, choose: Chooser) -> Proposal:
+        """See `Proposer.propose`: a chain, each token chosen from the logits that the one before it leads to."""
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        draft, logits_BD = self.first_logits(state, num_draft_tokens)
+        for depth in range(num_draft_tokens):
+            if depth > 0:
+                logits_BD = self.next_logits(draft, tokens[-1], depth)
+            index_B, probs_BD = choose(logits_BD)
+            tokens.append(self.target_ids(index_B))
+            if probs_BD is not None:
+                laws.append(self.full_law(probs_BD))
+        token_BK = torch.stack(tokens, 1)
+        count_B = torch.full_like(token_BK[:, 0], num_draft_tokens)
+        return Proposal(token_BK, count_B, torch.stack(laws, 1) if laws else None)
 
     def forward(self, batch: Batch, normalizer: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """(loss, sums, counts) of `loss`, under the name that DDP, FSDP and DeepSpeed hook. Plain containers: FSDP and

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.batch import Batch, Features
 from spec_train.kv_cache import SlotCache, grouped_attention
-from spec_train.speculators.base import Chooser, Committed, Proposal, ResponseHits, Speculator
+from spec_train.speculators.base import Committed, ResponseHits, Speculator
 from spec_train.speculators.distillation import chain_hits
 from spec_train.speculators.layers import DraftLayer, ttt_attention
 from spec_train.speculators.supervision import Queries, supervised_queries
@@ -141,6 +141,10 @@ class HeadState:
         self.cache.select(rows)
         return HeadState(self.cache, self.hidden_BH[rows], self.position_B[rows])
 
+    def branch(self, rows: Tensor) -> HeadState:
+        """A copy of the chosen rows, repeats allowed."""
+        return HeadState(self.cache.branch(rows), self.hidden_BH[rows], self.position_B[rows])
+
 
 @dataclass(frozen=True)
 class Context:
@@ -200,14 +204,6 @@ class ChainHead(Speculator):
     def ready(self, hidden: Tensor) -> Tensor:
         """What the output head reads of a layer output."""
         return hidden
-
-    def target_ids(self, index: Tensor) -> Tensor:
-        """Target ids of draft-vocabulary indices."""
-        return index
-
-    def full_law(self, probs_BD: Tensor) -> Tensor:
-        """A law over the draft vocabulary as one over the target's [B, V]."""
-        return probs_BD
 
     # ------------------------------------------------------------------ training pass
     def unroll(self, batch: Batch, queries: Queries, depths: int) -> Iterator[Tensor]:
@@ -311,25 +307,20 @@ class ChainHead(Speculator):
         state.keep_last(out_BSH, committed)
 
     @torch.no_grad()
-    def propose(self, state: HeadState, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        """See `Proposer.propose`."""
-        hidden_BH = state.hidden_BH
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for k in range(num_draft_tokens):
-            if k > 0:
-                f_B1H = self.feed_back(hidden_BH)[:, None]
-                position_B1 = (state.position_B + k)[:, None]
-                hidden_BH = self._cached_layers(f_B1H, tokens[-1][:, None], position_B1, state.cache)[:, 0]
-            self._pick(hidden_BH, choose, tokens, laws)
-        return proposal(tokens, laws)
+    def first_logits(self, state: HeadState, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """See `Speculator.first_logits`."""
+        return replace(state), self.draft_logits(self.ready(state.hidden_BH))
 
-    def _pick(self, hidden_BH: Tensor, choose: Chooser, tokens: list[Tensor], laws: list[Tensor]) -> None:
-        """Append the token drafted from layer outputs, and its law where it was sampled."""
-        index_B, probs_BD = choose(self.draft_logits(self.ready(hidden_BH)))
-        tokens.append(self.target_ids(index_B))
-        if probs_BD is not None:
-            laws.append(self.full_law(probs_BD))
+    @torch.no_grad()
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """See `Speculator.next_logits`."""
+        f_B1H, position_B1 = self.feed_back(draft.hidden_BH)[:, None], (draft.position_B + depth)[:, None]
+        draft.hidden_BH = self._cached_layers(f_B1H, token_B[:, None], position_B1, draft.cache)[:, 0]
+        return self.draft_logits(self.ready(draft.hidden_BH))
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """See `Speculator.branch`."""
+        return draft.branch(rows)
 
     @torch.no_grad()
     def select(self, state: HeadState, rows: Tensor) -> HeadState:
@@ -350,10 +341,3 @@ class ChainHead(Speculator):
             context, _ = grouped_attention(layer, layer.self_attn.queries(read, *cos_sin), keys, values, mask)
             x = layer.finish(residual, context.flatten(2))
         return x
-
-
-def proposal(tokens: list[Tensor], laws: list[Tensor]) -> Proposal:
-    """Drafts of one token after another, all of them real."""
-    token_BK = torch.stack(tokens, 1)
-    count_B = torch.full_like(token_BK[:, 0], len(tokens))
-    return Proposal(token_BK, count_B, torch.stack(laws, 1) if laws else None)

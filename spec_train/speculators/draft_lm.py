@@ -28,10 +28,8 @@ from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
 from spec_train.recipe import SpeculatorOptions
 from spec_train.speculators.base import (
-    Chooser,
     Committed,
     LossOutput,
-    Proposal,
     ResponseHits,
     ServingCheckpoint,
     Speculator,
@@ -300,21 +298,24 @@ class DraftLM(Speculator):
         state.hidden_BH, state.position_B = hidden_BSH[rows, last_B], position_BS[rows, last_B]
 
     @torch.no_grad()
-    def propose(self, state: DraftState, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        """See `Proposer.propose`."""
-        hidden_BH = state.hidden_BH
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for k in range(num_draft_tokens):
-            if k > 0:
-                position_B1 = (state.position_B + k)[:, None]
-                hidden_BH = self.cached_states(tokens[-1][:, None], position_B1, state.cache)[:, 0]
-            token_B, probs_BV = choose(self.draft_logits(hidden_BH))
-            tokens.append(token_B)
-            if probs_BV is not None:
-                laws.append(F.pad(probs_BV, (0, self.body.vocab_size - probs_BV.shape[-1])))
-        count = torch.full_like(state.position_B, num_draft_tokens)
-        return Proposal(torch.stack(tokens, 1), count, torch.stack(laws, 1) if laws else None)
+    def first_logits(self, state: Any, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """See `Speculator.first_logits`."""
+        return replace(state), self.draft_logits(state.hidden_BH)
+
+    @torch.no_grad()
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """See `Speculator.next_logits`."""
+        position_B1 = (draft.position_B + depth)[:, None]
+        draft.hidden_BH = self.cached_states(token_B[:, None], position_B1, draft.cache)[:, 0]
+        return self.draft_logits(draft.hidden_BH)
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """See `Speculator.branch`."""
+        return DraftState(draft.cache.branch(rows), draft.hidden_BH[rows], draft.position_B[rows], None)
+
+    def full_law(self, probs_BD: Tensor) -> Tensor:
+        """See `Speculator.full_law`: ids that only pad the head have probability 0."""
+        return F.pad(probs_BD, (0, self.body.vocab_size - probs_BD.shape[-1]))
 
     def select(self, state: DraftState, rows: Tensor) -> DraftState:
         """See `Proposer.select`."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,15 +38,13 @@ from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
 from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
 from spec_train.speculators.base import (
-    Chooser,
     Committed,
     LossOutput,
-    Proposal,
     ResponseHits,
     ServingCheckpoint,
     Speculator,
 )
-from spec_train.speculators.chain_head import HeadState, proposal
+from spec_train.speculators.chain_head import HeadState
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
 from spec_train.speculators.layers import ttt_attention
 from spec_train.speculators.mtp_block import MtpBlock, MtpConfig, start_from_last_layer
@@ -320,20 +319,20 @@ class Mtp(Speculator):
         state.keep_last(out_BSH, committed)
 
     @torch.no_grad()
-    def propose(self, state: HeadState, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        """See `Proposer.propose`."""
-        hidden_BH = state.hidden_BH
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for k in range(num_draft_tokens):
-            if k > 0:
-                position_B1 = (state.position_B + k)[:, None]
-                hidden_BH = self._cached_block(hidden_BH[:, None], tokens[-1][:, None], position_B1, state.cache)[:, 0]
-            token_B, law_BV = choose(self.logits(hidden_BH))
-            tokens.append(token_B)
-            if law_BV is not None:
-                laws.append(law_BV)
-        return proposal(tokens, laws)
+    def first_logits(self, state: HeadState, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """See `Speculator.first_logits`."""
+        return replace(state), self.logits(state.hidden_BH)
+
+    @torch.no_grad()
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """See `Speculator.next_logits`."""
+        position_B1 = (draft.position_B + depth)[:, None]
+        draft.hidden_BH = self._cached_block(draft.hidden_BH[:, None], token_B[:, None], position_B1, draft.cache)[:, 0]
+        return self.logits(draft.hidden_BH)
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """See `Speculator.branch`."""
+        return draft.branch(rows)
 
     def select(self, state: HeadState, rows: Tensor) -> HeadState:
         """See `Proposer.select`."""

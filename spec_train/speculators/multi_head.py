@@ -28,9 +28,9 @@ from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
 from spec_train.speculators import export_tensors, read_json
-from spec_train.speculators.base import Chooser, Committed, LossOutput, Proposal, ResponseHits, Speculator
+from spec_train.speculators.base import Committed, LossOutput, ResponseHits, Speculator
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
-from spec_train.speculators.heads import DraftHeads, check_depth, load_strictly
+from spec_train.speculators.heads import DraftHeads, State, check_depth, load_strictly
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
 
@@ -73,6 +73,13 @@ class _State:
 
     hidden_BH: Tensor
     token_B: Tensor
+
+
+@dataclass
+class _Draft:
+    """A draft under way: the state that the heads run on."""
+
+    running: State
 
 
 class MultiHead(Speculator):
@@ -268,22 +275,31 @@ class MultiHead(Speculator):
         state.token_B = committed.token_BS[rows, last]
 
     @torch.no_grad()
-    def propose(self, state: _State, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        """See `Proposer.propose`. Raises UserError for more tokens than there are heads."""
+    def first_logits(self, state: _State, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """See `Speculator.first_logits`. Raises UserError for more tokens than there are heads."""
         check_depth(num_draft_tokens, self.heads.num_heads)
-        running, token_B = self.heads.start(state.hidden_BH), state.token_B
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for k in range(num_draft_tokens):
-            running = self.heads.step(running, token_B, k)
-            index_B, probs_BD = choose(F.linear(running[0], self.heads.output_head(k)))
-            token_B = index_B + self.heads.d2t[index_B]
-            tokens.append(token_B)
-            if probs_BD is not None:
-                law = probs_BD.new_zeros(probs_BD.shape[0], self.config.shape.vocab_size)
-                laws.append(law.index_copy_(1, self.heads.draft_ids_D, probs_BD))
-        count = torch.full_like(token_B, num_draft_tokens)
-        return Proposal(torch.stack(tokens, 1), count, torch.stack(laws, 1) if laws else None)
+        draft = _Draft(self.heads.start(state.hidden_BH))
+        return draft, self.next_logits(draft, state.token_B, 0)
+
+    @torch.no_grad()
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """See `Speculator.next_logits`."""
+        draft.running = self.heads.step(draft.running, token_B, depth)
+        return F.linear(draft.running[0], self.heads.output_head(depth))
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """See `Speculator.branch`."""
+        read, further = draft.running
+        return _Draft((read[rows], further[rows]))
+
+    def target_ids(self, index: Tensor) -> Tensor:
+        """Target ids of draft-vocabulary indices."""
+        return index + self.heads.d2t[index]
+
+    def full_law(self, probs_BD: Tensor) -> Tensor:
+        """A law over the draft vocabulary as one over the target's [B, V]."""
+        law = probs_BD.new_zeros(probs_BD.shape[0], self.config.shape.vocab_size)
+        return law.index_copy_(1, self.heads.draft_ids_D, probs_BD)
 
     def select(self, state: _State, rows: Tensor) -> _State:
         """See `Proposer.select`."""

@@ -36,7 +36,7 @@ from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
 from spec_train.recipe import Probability
 from spec_train.speculators import load_speculator
-from spec_train.speculators.base import Chooser, Committed, LossOutput, Proposal, ResponseHits, ServingCheckpoint
+from spec_train.speculators.base import Committed, LossOutput, ResponseHits, ServingCheckpoint
 from spec_train.speculators.cod import depth_width, retain, retention_by_depth
 from spec_train.speculators.distillation import chain_hits, depth_weights
 from spec_train.speculators.draft_lm import ROWS, DraftLM, compute_dtype
@@ -241,9 +241,9 @@ class Pard(DraftLM):
         state.token_BS, state.position_BS, state.count_B, state.read = token_BS, position_BS, count_B, False
 
     @torch.no_grad()
-    def propose(self, state: Any, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        """See `Proposer.propose`: one pass over the tokens committed last and K-1 mask tokens. The slots of the latter
-        are overwritten when tokens are committed there."""
+    def first_logits(self, state: Any, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """See `Speculator.first_logits`: one pass over the tokens committed last and K-1 mask tokens. The slots of the
+        latter are overwritten when tokens are committed there. A draft is the logits [B, K, V]."""
         masks, width = num_draft_tokens - 1, state.token_BS.shape[1]
         column = torch.arange(width + masks, device=state.token_BS.device)
         count_B1 = state.count_B[:, None]
@@ -257,15 +257,16 @@ class Pard(DraftLM):
         drafting_BK = count_B1 - 1 + torch.arange(num_draft_tokens, device=column.device)
         rows_B1 = torch.arange(len(token_BS), device=column.device)[:, None]
         logits_BKV = self.draft_logits(hidden_BSH[rows_B1, drafting_BK])  # at once: the head is read once
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for logits_BV in logits_BKV.unbind(1):
-            token_B, probs_BV = choose(logits_BV)
-            tokens.append(token_B)
-            if probs_BV is not None:
-                laws.append(F.pad(probs_BV, (0, self.body.vocab_size - probs_BV.shape[-1])))
-        count_B = torch.full_like(state.count_B, num_draft_tokens)
-        return Proposal(torch.stack(tokens, 1), count_B, torch.stack(laws, 1) if laws else None)
+        return logits_BKV, logits_BKV[:, 0]
+
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """See `Speculator.next_logits`; the token before is not read."""
+        logits_BV: Tensor = draft[:, depth]
+        return logits_BV
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """See `Speculator.branch`."""
+        return draft[rows]
 
     @torch.no_grad()
     def select(self, state: Any, rows: Tensor) -> Any:

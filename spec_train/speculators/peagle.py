@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from spec_train.batch import Batch
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability
-from spec_train.speculators.base import Chooser, LossOutput, Proposal, ServingCheckpoint
-from spec_train.speculators.chain_head import Entries, HeadState, proposal
+from spec_train.speculators.base import LossOutput, ServingCheckpoint
+from spec_train.speculators.chain_head import Entries, HeadState
 from spec_train.speculators.cod import depth_width, retain, retention_by_depth
 from spec_train.speculators.eagle3 import AuxHeadOptions, Eagle3, Eagle3Config, aux_head_fields
 from spec_train.speculators.supervision import Queries, supervised_queries
@@ -118,21 +118,28 @@ class PEagle(Eagle3):
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()
-    def propose(self, state: HeadState, num_draft_tokens: int, choose: Chooser) -> Proposal:
-        """See `Proposer.propose`. The first draft comes from the committed row, the others from one pass."""
-        out = [state.hidden_BH]
+    def first_logits(self, state: HeadState, num_draft_tokens: int) -> tuple[Any, Tensor]:
+        """See `Speculator.first_logits`. The first draft comes from the committed row, the others from one pass; a
+        draft is the layer outputs [B, K, H]."""
+        out_BKH = state.hidden_BH[:, None]
         if num_draft_tokens > 1:
             f_11H, _ = self._mask_input()
             later_K = torch.arange(1, num_draft_tokens, device=state.position_B.device)
             position_BK = state.position_B[:, None] + later_K
             token_BK = torch.full_like(position_BK, self.config.mask_token_id)
             f_BKH = f_11H.expand(*position_BK.shape, -1)
-            out += self._cached_layers(f_BKH, token_BK, position_BK, state.cache).unbind(1)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for hidden_BH in out:
-            self._pick(hidden_BH, choose, tokens, laws)
-        return proposal(tokens, laws)
+            later_BKH = self._cached_layers(f_BKH, token_BK, position_BK, state.cache)
+            out_BKH = torch.cat([out_BKH, later_BKH], dim=1)
+        return out_BKH, self.next_logits(out_BKH, state.position_B, 0)
+
+    @torch.no_grad()
+    def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
+        """See `Speculator.next_logits`; the token before is not read."""
+        return self.draft_logits(self.ready(draft[:, depth]))
+
+    def branch(self, draft: Any, rows: Tensor) -> Any:
+        """See `Speculator.branch`."""
+        return draft[rows]
 
     # ------------------------------------------------------------------ serving
     def serving(self) -> ServingCheckpoint:
