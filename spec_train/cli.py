@@ -51,7 +51,7 @@ class _ListCommand(TyperCommand):
     """A command whose numeric options take several values: `--num-draft-tokens 3 5 7`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _repeat_options(args, ("--num-draft-tokens", "--temperature")))
+        return super().parse_args(ctx, _repeat_options(args, ("--num-draft-tokens", "--temperature", "--concurrency")))
 
 
 def _repeat_options(args: list[str], options: tuple[str, ...]) -> list[str]:
@@ -169,6 +169,12 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Requests decoded together (default 8)")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the results there")] = None,
+    backend: Annotated[
+        str, typer.Option(help="torch (our decoder) or vllm (its offline engine, of an export)")
+    ] = "torch",
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time in vLLM, e.g. 1 8 32 (default 1 8)")
+    ] = None,
 ) -> None:
     """Decode with the speculator and measure acceptance length, losslessness and speed."""
     given = {
@@ -186,7 +192,7 @@ def evaluate(
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if subject.endswith((".yaml", ".yml")):
-        if settings or target or suite or json_path:
+        if settings or target or suite or json_path or concurrency or backend != "torch":
             raise UserError(
                 "eval RECIPE takes its settings from the recipe; override them, e.g. eval.num_draft_tokens=[3,5]"
             )
@@ -200,13 +206,45 @@ def evaluate(
         raise UserError(
             f"{overrides[0]}: overrides belong to a recipe; for a checkpoint use the options of eval --help"
         )
-    if subject != "ngram" and not Path(subject).is_dir():
+    if subject != "ngram" and not (subject == "suffix" and backend == "vllm") and not Path(subject).is_dir():
         raise UserError(f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor ngram")
     if target is None or suite is None:
         raise UserError(f"eval {subject} needs --target MODEL and --suite SUITE")
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype must be one of float32, bfloat16, float16, got {dtype!r}")
+    if backend not in ("torch", "vllm"):
+        raise UserError(f"--backend must be torch or vllm, got {backend!r}")
+    if backend == "torch" and concurrency:
+        raise UserError("--concurrency is vLLM's: add --backend vllm, or use --batch-size")
+    if backend == "vllm":
+        if batch_size is not None:
+            raise UserError("--batch-size is of our decoder: with --backend vllm use --concurrency")
+        _evaluate_in_vllm(subject, target, suite, {**settings, "concurrency": concurrency or [1, 8]}, json_path)
+        return
     _evaluate_checkpoint(subject, target, suite, settings, json_path)
+
+
+def _evaluate_in_vllm(subject: str, target: str, suite: str, settings: dict[str, Any], json_path: Path | None) -> None:
+    from spec_train.evaluation.load_report import load_table
+    from spec_train.evaluation.vllm_backend import evaluate_in_vllm
+    from spec_train.manifest import atomic_write_json
+
+    _check_json_path(json_path)
+    results = evaluate_in_vllm(subject, target, suite, **{"num_draft_tokens": [3, 5], "temperature": [0.0], **settings})
+    _console().print(load_table(results, f"{subject} in vLLM, {suite}"))
+    if results[0]["cpu_sampling_repaired"] or results[-1]["cpu_sampling_repaired"]:
+        _console().print(
+            "eval: stock CPU builds of vLLM sample wrongly with speculation at temperature > 0; these runs used "
+            "spec-train's repair of it, a server of that build does not"
+        )
+    if json_path is not None:
+        atomic_write_json(json_path, results)
+        _console().print(f"eval: results in {json_path}", markup=False)
+
+
+def _check_json_path(json_path: Path | None) -> None:
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
 
 
 def _evaluate_checkpoint(
@@ -216,8 +254,7 @@ def _evaluate_checkpoint(
     from spec_train.manifest import atomic_write_json
     from spec_train.pipeline import evaluate_checkpoint
 
-    if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
+    _check_json_path(json_path)
     settings = {"num_draft_tokens": [3, 5], "temperature": [0.0], **settings}
     results = evaluate_checkpoint(subject, target, suite, **settings)
     _console().print(result_table(results))

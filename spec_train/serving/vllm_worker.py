@@ -34,9 +34,9 @@ def run(
     from vllm import LLM, SamplingParams
 
     started = time.perf_counter()
-    engine = LLM(**arguments, **_memory())
+    engine = LLM(**arguments, **memory())
     loaded = time.perf_counter()
-    steps = _watch(engine)
+    steps = watch(engine)
     plain = engine.llm_engine.vllm_config.speculative_config is None
     # Stopping is by token id alone: vLLM would otherwise add the tokenizer's EOS to the ids our decoder stops at.
     sampling = SamplingParams(
@@ -53,12 +53,12 @@ def run(
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
         "margins": [_margins(output.outputs[0].logprobs or []) for output in outputs],
         "steps": [steps.get(output.request_id, []) for output in outputs],
-        "counters": _counters(engine),
+        "counters": counters(engine),
         "seconds": {"load": loaded - started, "generate": finished - loaded},
     }
 
 
-def _memory() -> dict[str, Any]:
+def memory() -> dict[str, Any]:
     """On a GPU, leave what other processes hold: vLLM refuses to start if less is free than the share it is given."""
     import torch
 
@@ -68,11 +68,15 @@ def _memory() -> dict[str, Any]:
     return {"gpu_memory_utilization": round(0.9 * free / total, 3)}
 
 
-def _watch(engine: Any) -> dict[str, list[dict[str, Any]]]:
-    """Note drafts and accepted counts per request id from now on, in the order of the steps."""
+def watch(engine: Any, plain_rounds: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """Note drafts and accepted counts per request id from now on, in the order of the steps.
+
+    `plain_rounds`: steps that gave a request a token without any draft are noted too, the prefill's own left out.
+    """
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_from_output
     steps: dict[str, list[dict[str, Any]]] = {}
+    begun: set[str] = set()  # requests that have their first token
 
     def noted(scheduled: Any, output: Any) -> Any:
         for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
@@ -80,6 +84,13 @@ def _watch(engine: Any) -> dict[str, list[dict[str, Any]]]:
             # The engine appends a random suffix to the id that the caller sees.
             entry = {"drafts": [int(token) for token in drafts], "accepted": len(sampled) - 1}
             steps.setdefault(request_id.rsplit("-", 1)[0], []).append(entry)
+        if plain_rounds:
+            for request_id, row in output.req_id_to_index.items():
+                if not output.sampled_token_ids[row] or request_id in scheduled.scheduled_spec_decode_tokens:
+                    continue  # part of a prompt, or noted above
+                if request_id in begun:
+                    steps.setdefault(request_id.rsplit("-", 1)[0], []).append({"drafts": [], "accepted": 0})
+                begun.add(request_id)
         return update(scheduled, output)
 
     scheduler.update_from_output = noted
@@ -95,7 +106,7 @@ def _margins(logprobs: list[dict[int, Any]]) -> list[float]:
     return margins
 
 
-def _counters(engine: Any) -> dict[str, Any]:
+def counters(engine: Any) -> dict[str, Any]:
     """vLLM's own counters of speculation, without their common prefix."""
     counters = {}
     for metric in engine.get_metrics():

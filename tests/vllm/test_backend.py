@@ -1,0 +1,111 @@
+"""`--backend vllm`: the figures of vLLM's offline engine are those of our own decoder, and sampling follows the law."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_train.batch import FeatureSpec
+from spec_train.decoding.engine import speculative_decode
+from spec_train.decoding.sampling import Sampling, target_probs
+from spec_train.errors import UserError
+from spec_train.evaluation.evaluate import Suite
+from spec_train.evaluation.load_report import load_table
+from spec_train.evaluation.metrics import vllm_counters
+from spec_train.evaluation.vllm_backend import check_subject, evaluate_prompts
+from spec_train.serving.contract import is_cpu_build
+from spec_train.serving.export import export
+from spec_train.speculators import load_speculator
+from spec_train.target import TargetModel
+from tests.tiny import tiny_model
+from tests.vllm.test_eagle3 import NEW_TOKENS, PROMPTS, trained_head
+
+pytestmark = pytest.mark.vllm
+K = 3
+
+
+class Case:
+    """A tiny target, the export of a head trained on its answers, and what vLLM did with it at two loads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = tiny_model("llama", folder)
+        self.target = TargetModel.load(str(self.path))
+        head = trained_head(self.target, torch.arange(320), steps=60).serving()
+        settings: dict[str, Any] = {"target_id": str(self.path), "num_draft_tokens": K, "golden": None}
+        self.export_dir = export(head, folder / "head", format="plain", provenance={}, **settings)
+        self.suite = Suite("tiny", [f"p{i}" for i in range(4)], ["a", "a", "b", "b"], PROMPTS)
+
+    def evaluate(self, sampling: Sampling, **settings: Any) -> list[dict[str, Any]]:
+        common: dict[str, Any] = {"num_draft_tokens": [K], "max_new_tokens": NEW_TOKENS, "concurrency": [1, 4]}
+        return evaluate_prompts(str(self.export_dir), self.path, self.suite, sampling, **{**common, **settings})
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("backend"))
+
+
+def test_counters_are_ours(case: Case) -> None:
+    results = case.evaluate(Sampling())
+    speculator = load_speculator(case.export_dir, case.target)
+    trace = speculative_decode(
+        case.target, speculator, PROMPTS, num_draft_tokens=K, sampling=Sampling(), max_new_tokens=NEW_TOKENS
+    )
+    assert [result["speed"]["concurrency"] for result in results] == [1, 4]
+    for result in results:
+        assert result["backend"] == "vllm"
+        assert result["vllm_counters"] == vllm_counters(trace)
+        assert 0 < result["vllm_counters"]["num_accepted_tokens"] < result["vllm_counters"]["num_draft_tokens"]
+        assert result["num_output_tokens"] == sum(len(request.output_ids) for request in trace.requests)
+        kept = sum(cycle.kept for request in trace.requests for cycle in request.cycles)
+        assert result["num_accepted_draft_tokens"] == kept
+        assert result["lossless"] == {"checked": 4, "identical": 4, "first_divergence": None}
+        assert list(result["by_category"]) == ["a", "b"]
+        own = result["per_request"]
+        assert sum(entry["num_spec_steps"] for entry in own) == result["vllm_counters"]["num_drafts"]
+        assert (
+            sum(entry["num_accepted_draft_tokens"] for entry in own) == result["vllm_counters"]["num_accepted_tokens"]
+        )
+        assert 0 < result["speed"]["tpot_ms"] <= result["speed"]["tpot_ms_p95"]
+        assert 0 < result["speed"]["ttft_ms"] <= result["speed"]["ttft_ms_p95"]
+        assert result["speed"]["draft_ms"] is None
+    assert load_table(results, "tiny").row_count == 2
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not an export"):
+        check_subject(str(tmp_path))
+
+
+def test_sampled_text_follows_the_law(case: Case) -> None:
+    """The second token of many samples of one prompt, which the acceptance rule decides, has the enumerated law."""
+    samples, prompt = 1500, PROMPTS[0]
+    sampling = Sampling(temperature=0.5, seed=3)
+    suite = Suite("one", [f"s{i}" for i in range(samples)], [""] * samples, [prompt] * samples)
+    case_settings: dict[str, Any] = {"num_draft_tokens": [2], "concurrency": [64], "max_new_tokens": 3}
+    result = evaluate_prompts(str(case.export_dir), case.path, suite, sampling, **case_settings)[0]
+    assert result["cpu_sampling_repaired"] is is_cpu_build()
+    assert result["lossless"] is None
+    found_V = torch.zeros(320).index_add_(
+        0, torch.tensor([output[1] for output in result["outputs"]]), torch.full((samples,), 1 / samples)
+    )
+    law_V = second_token_law(case.target, prompt, sampling)
+    distance = 0.5 * float((found_V - law_V).abs().sum())
+    noise = 0.5 * float((2 * law_V * (1 - law_V) / (torch.pi * samples)).sqrt().sum())  # expected of a true sampler
+    uniform_V = torch.full_like(law_V, 1 / 320)
+    assert 0.5 * float((uniform_V - law_V).abs().sum()) > 4 * noise  # another law would be seen
+    assert distance < 1.4 * noise
+
+
+def second_token_law(target: TargetModel, prompt: list[int], sampling: Sampling) -> torch.Tensor:
+    """[V]: the law of the second token after `prompt`, summed over every first token."""
+
+    def law_of(prompts: list[list[int]]) -> torch.Tensor:
+        state_BH, _ = target.prefill(prompts, target.new_cache(len(prompts[0])), FeatureSpec((), False))
+        return target_probs(target.logits(state_BH), sampling)
+
+    with torch.no_grad():
+        return law_of([prompt])[0] @ law_of([[*prompt, token] for token in range(320)])
