@@ -42,7 +42,7 @@ def grouped_attention(
         mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)[
             None, None
         ]
-    if mask is not None and groups > 1:
+    if mask is not None and groups > 1 and mask.shape[-2] > 1:  # one query's mask serves every head as it is
         mask = mask.expand(batch, -1, -1, -1).repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
@@ -64,14 +64,18 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.max_length = max_length
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self._slots: Tensor | None = None
+        self._slots: tuple[Tensor, Tensor] | None = None  # rows [B, 1] and slots [B, S] of the next write
         self._start: int | None = None
         self._limit = 0
 
     def place(self, position_BS: Tensor, start: int | None, limit: int) -> None:
         """Say where the next forward pass writes. `start`: first slot if all rows write the same range, else None;
         `limit`: one more than the highest slot in use."""
-        self._slots, self._start, self._limit = position_BS, start, limit
+        if start is None and position_BS.shape[0] == 1:  # a single row always writes one range
+            start = limit - position_BS.shape[1]
+        self._start, self._limit = start, limit
+        rows = torch.arange(position_BS.shape[0], device=position_BS.device)[:, None]
+        self._slots = None if start is not None else (rows, position_BS)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -89,9 +93,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             values[:, :, self._start : end] = value_states
         else:
             assert self._slots is not None
-            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            keys[rows, :, self._slots] = key_states.transpose(1, 2)
-            values[rows, :, self._slots] = value_states.transpose(1, 2)
+            rows, slots = self._slots
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, : self._limit], values[:, :, : self._limit]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -217,7 +217,7 @@ class EvalSection(Section):
     ngram_num_draft_tokens: list[PositiveInt] | None = Field(default=None, min_length=1)
     speed_prompts: int = Field(default=4, ge=0)
     speed_new_tokens: PositiveInt | None = None
-    speed_rounds: PositiveInt = 1
+    speed_rounds: PositiveInt = 3
 
     @model_validator(mode="after")
     def _ngram_range(self) -> Self:

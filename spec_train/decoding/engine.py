@@ -31,6 +31,7 @@ from spec_train.target import GenerationTimings, TargetModel, clock
 Progress = Callable[[int], None]  # called with the tokens emitted since the last call
 
 
+@torch.inference_mode()
 def plain_decode(
     target: TargetModel,
     prompts: Sequence[Sequence[int]],
@@ -74,6 +75,7 @@ def plain_decode(
     return DecodeTrace(requests, timings, num_draft_tokens=0, batch_size=batch_size)
 
 
+@torch.inference_mode()
 def speculative_decode(
     target: TargetModel,
     proposer: Proposer,

@@ -17,7 +17,7 @@ from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
-from spec_train.evaluation.metrics import compare_lossless, speed_summary, summarise, tokens_per_step
+from spec_train.evaluation.metrics import batched_speed, compare_lossless, speed_summary, summarise, tokens_per_step
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.suites import load_suite
 from spec_train.evaluation.traces import partial_path, resumable_decode, trace_path, write_trace
@@ -54,14 +54,14 @@ class Suite:
 @dataclass(frozen=True)
 class EvalSettings:
     """How a suite is decoded. `speed_prompts` of it are timed one request at a time,
-    `speed_new_tokens` each (None: as many as the text), `speed_rounds` times."""
+    `speed_new_tokens` each (None: as many as the text), `speed_rounds` times in turn with plain decoding."""
 
     sampling: Sampling
     max_new_tokens: int
     batch_size: int
     speed_prompts: int = 4
     speed_new_tokens: int | None = None
-    speed_rounds: int = 1
+    speed_rounds: int = 3
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Reference:
-    """Plain decoding of a suite: its text, and its speed one request at a time."""
+    """Plain decoding of a suite, whose text every contender must give."""
 
     trace: DecodeTrace
-    speed: list[DecodeTrace]
 
 
 def decode_reference(
     target: TargetModel, suite: Suite, settings: EvalSettings, partial: Path | None = None
 ) -> Reference:
-    """Plain decoding, batched for the text and one at a time for the speed. `partial`: see `resumable_decode`."""
+    """Plain decoding in batches. `partial`: see `resumable_decode`."""
     common: dict[str, Any] = {"sampling": settings.sampling, "max_new_tokens": settings.max_new_tokens}
     total = len(suite.prompts) * settings.max_new_tokens
     with progress(f"{suite.name}: plain decoding", total) as advance:
@@ -100,10 +99,7 @@ def decode_reference(
             settings=_settings_key(target, suite, settings, "plain"),
             on_progress=advance,
         )
-    timed = suite.prompts[: settings.speed_prompts]
-    common["max_new_tokens"] = settings.speed_new_tokens or settings.max_new_tokens
-    speed = [plain_decode(target, timed, **common) for _ in range(settings.speed_rounds)] if timed else []
-    return Reference(trace, speed)
+    return Reference(trace)
 
 
 def evaluate(
@@ -137,13 +133,9 @@ def evaluate(
             on_progress=advance,
         )
     greedy = settings.sampling.greedy
-    speed = None
-    if reference.speed:
-        timed = suite.prompts[: settings.speed_prompts]
-        common["max_new_tokens"] = settings.speed_new_tokens or settings.max_new_tokens
-        rounds = [speculative_decode(target, proposer, timed, **common) for _ in range(settings.speed_rounds)]
-        speed = speed_summary(reference.speed, rounds)
-        speed["tokens_per_step"] = tokens_per_step([r for t in rounds for r in t.requests])
+    speed = _timed(target, proposer, suite, settings, num_draft_tokens) if settings.speed_prompts else None
+    if speed is not None:
+        speed["batched"] = batched_speed(reference.trace, trace)
     result = summarise(
         trace,
         target=target_name,
@@ -160,6 +152,28 @@ def evaluate(
         versions=package_versions(),
     )
     return result, trace
+
+
+def _timed(
+    target: TargetModel, proposer: Proposer, suite: Suite, settings: EvalSettings, num_draft_tokens: int
+) -> dict[str, Any]:
+    """The first prompts one request at a time, plain and speculative in turn: the "speed" block."""
+    prompts = suite.prompts[: settings.speed_prompts]
+    common: dict[str, Any] = {
+        "sampling": settings.sampling,
+        "max_new_tokens": settings.speed_new_tokens or settings.max_new_tokens,
+    }
+    plain, spec = [], []
+    total = settings.speed_rounds * 2
+    with progress(f"{suite.name}: timing K={num_draft_tokens}", total) as advance:
+        for _ in range(settings.speed_rounds):
+            plain.append(plain_decode(target, prompts, **common))
+            advance(1)
+            spec.append(speculative_decode(target, proposer, prompts, num_draft_tokens=num_draft_tokens, **common))
+            advance(1)
+    speed = speed_summary(plain, spec)
+    speed["tokens_per_step"] = tokens_per_step([request for trace in spec for request in trace.requests])
+    return speed
 
 
 def estimator(

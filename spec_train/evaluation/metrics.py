@@ -14,14 +14,13 @@ every target pass after the prefill. The prefill's own token belongs to no round
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
+from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace
 
 BOOTSTRAP_RESAMPLES = 2000
 
@@ -169,34 +168,70 @@ def compare_lossless(plain: Sequence[RequestTrace], spec: Sequence[RequestTrace]
 
 
 def speed_summary(plain: Sequence[DecodeTrace], spec: Sequence[DecodeTrace]) -> dict[str, Any]:
-    """The "speed" block from runs over the same prompts, one trace per measuring round, prefill included in the rate.
+    """The "speed" block from paired runs over the same prompts, one pair per measuring round: medians over rounds.
 
-    tokens_per_second, baseline_tokens_per_second: output tokens over wall seconds; speedup: their quotient.
+    tokens_per_second: output tokens over wall seconds, prefill included; speedup: the quotient inside a round, so that
+    what slows a machine down for a while slows both. baseline_*: plain decoding.
     ttft_ms: mean prefill of a batch. tpot_ms: milliseconds between a request's tokens after the first (a batch's rows
     run side by side, so this is the batch's time per token times its rows).
     target_step_ms: one target pass over K + 1 rows a request; baseline_target_step_ms: over one row; draft_ms: drafting
-    of one round, all K tokens; verify_ms: the acceptance rule and bookkeeping of one round.
+    of one round, all K tokens; verify_ms: the acceptance rule and bookkeeping of one round; overhead_ms: everything of
+    a round that is neither target nor draft (verify_ms is part of it), overhead_share: its share of decoding time.
     plain_steps_per_round: how many plain steps a round replaces. For single requests that is tokens_per_step; in a
     batch it is less, because the slowest row decides how long the batch runs.
     """
-    rate, baseline_rate = _tokens_per_second(spec), _tokens_per_second(plain)
-    part, baseline = _timing_sums(spec), _timing_sums(plain)
-    batches = sum(-(-len(trace.requests) // trace.batch_size) for trace in spec)
-    rows = min(spec[0].batch_size, len(spec[0].requests))
-    tokens_per_pass = _ratio(_decoded_tokens(spec), part.target_steps)
+    rounds, baseline = [_run_speed(trace) for trace in spec], [_run_speed(trace) for trace in plain]
+    median = {name: float(np.median([run[name] for run in rounds])) for name in rounds[0]}
+    base = {name: float(np.median([run[name] for run in baseline])) for name in baseline[0]}
+    rate = "tokens_per_second"
     return {
-        "tokens_per_second": rate,
-        "baseline_tokens_per_second": baseline_rate,
-        "speedup": _ratio(rate, baseline_rate),
-        "ttft_ms": 1000 * _ratio(part.prefill, batches),
-        "tpot_ms": 1000 * rows * _ratio(part.total - part.prefill, _decoded_tokens(spec)),
-        "target_step_ms": 1000 * _ratio(part.target, part.target_steps),
-        "baseline_target_step_ms": 1000 * _ratio(baseline.target, baseline.target_steps),
-        "draft_ms": 1000 * _ratio(part.draft, part.draft_steps),
-        "verify_ms": 1000 * _ratio(part.verify, part.target_steps),
-        "plain_steps_per_round": _ratio(tokens_per_pass, _ratio(_decoded_tokens(plain), baseline.target_steps)),
+        rate: median[rate],
+        "baseline_tokens_per_second": base[rate],
+        "speedup": float(np.median([_ratio(a[rate], b[rate]) for a, b in zip(rounds, baseline, strict=True)])),
+        "ttft_ms": median["ttft_ms"],
+        "baseline_ttft_ms": base["ttft_ms"],
+        "tpot_ms": median["tpot_ms"],
+        "baseline_tpot_ms": base["tpot_ms"],
+        "target_step_ms": median["target_step_ms"],
+        "baseline_target_step_ms": base["target_step_ms"],
+        "draft_ms": median["draft_ms"],
+        "verify_ms": median["verify_ms"],
+        "overhead_ms": median["overhead_ms"],
+        "overhead_share": median["overhead_share"],
+        "plain_steps_per_round": _ratio(median["tokens_per_pass"], base["tokens_per_pass"]),
         "batch_size": spec[0].batch_size,
         "rounds": len(spec),
+    }
+
+
+def batched_speed(plain: DecodeTrace, spec: DecodeTrace) -> dict[str, Any]:
+    """Output tokens per second of the batched decoding of a whole suite, prefill included."""
+    rate, baseline = _run_speed(spec)["tokens_per_second"], _run_speed(plain)["tokens_per_second"]
+    return {
+        "batch_size": spec.batch_size,
+        "tokens_per_second": rate,
+        "baseline_tokens_per_second": baseline,
+        "speedup": _ratio(rate, baseline),
+    }
+
+
+def _run_speed(trace: DecodeTrace) -> dict[str, float]:
+    """The figures of one run; see speed_summary."""
+    part = trace.timings
+    tokens = sum(len(request.output_ids) for request in trace.requests)
+    decoded = tokens - len(trace.requests)  # the first token of each comes from the prefill
+    batches = -(-len(trace.requests) // trace.batch_size)
+    outside = max(0.0, part.total - part.prefill - part.target - part.draft)
+    return {
+        "tokens_per_second": _ratio(tokens, part.total),
+        "ttft_ms": 1000 * _ratio(part.prefill, batches),
+        "tpot_ms": 1000 * min(trace.batch_size, len(trace.requests)) * _ratio(part.total - part.prefill, decoded),
+        "target_step_ms": 1000 * _ratio(part.target, part.target_steps),
+        "draft_ms": 1000 * _ratio(part.draft, part.draft_steps),
+        "verify_ms": 1000 * _ratio(part.verify, part.target_steps),
+        "overhead_ms": 1000 * _ratio(outside, part.target_steps),
+        "overhead_share": _ratio(outside, part.total - part.prefill),
+        "tokens_per_pass": _ratio(decoded, part.target_steps),
     }
 
 
@@ -263,17 +298,3 @@ def _divergence(plain: RequestTrace, spec: RequestTrace) -> dict[str, Any]:
         "plain": left[position] if position < len(left) else None,
         "spec": right[position] if position < len(right) else None,
     }
-
-
-def _tokens_per_second(traces: Sequence[DecodeTrace]) -> float:
-    tokens = sum(len(request.output_ids) for trace in traces for request in trace.requests)
-    return _ratio(tokens, _timing_sums(traces).total)
-
-
-def _decoded_tokens(traces: Sequence[DecodeTrace]) -> int:
-    """Output tokens without the first of each request, which comes from the prefill."""
-    return sum(len(request.output_ids) - 1 for trace in traces for request in trace.requests)
-
-
-def _timing_sums(traces: Sequence[DecodeTrace]) -> Timings:
-    return Timings(**{field.name: sum(getattr(t.timings, field.name) for t in traces) for field in fields(Timings)})

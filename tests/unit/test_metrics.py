@@ -174,8 +174,10 @@ def timed(output_tokens, rounds, total, prefill, target, draft, verify=0.0):
 
 
 def test_speed_by_hand():
-    plain = [timed(101, 100, total=2.1, prefill=0.1, target=2.0, draft=0.0)] * 2
-    spec = [timed(101, 40, total=1.3, prefill=0.1, target=1.0, draft=0.12, verify=0.08)] * 2
+    usual = timed(101, 100, total=2.1, prefill=0.1, target=2.0, draft=0.0)
+    fast = timed(101, 40, total=1.3, prefill=0.1, target=1.0, draft=0.12, verify=0.06)
+    disturbed = timed(101, 100, total=9.1, prefill=0.9, target=8.2, draft=0.0)
+    plain, spec = [usual, disturbed, usual], [fast] * 3  # the median round is an undisturbed one
     speed = speed_summary(plain, spec)
     assert speed["tokens_per_second"] == pytest.approx(101 / 1.3)
     assert speed["baseline_tokens_per_second"] == pytest.approx(101 / 2.1)
@@ -185,13 +187,16 @@ def test_speed_by_hand():
     assert speed["target_step_ms"] == pytest.approx(25)
     assert speed["baseline_target_step_ms"] == pytest.approx(20)
     assert speed["draft_ms"] == pytest.approx(3)
-    assert speed["verify_ms"] == pytest.approx(2)
-    assert speed["rounds"] == 2
+    assert speed["verify_ms"] == pytest.approx(1.5)
+    assert speed["overhead_ms"] == pytest.approx(2)
+    assert speed["overhead_share"] == pytest.approx(0.08 / 1.2)
+    assert (speed["baseline_ttft_ms"], speed["baseline_tpot_ms"]) == pytest.approx((100, 20))
+    assert speed["rounds"] == 3
     assert speed["plain_steps_per_round"] == pytest.approx(2.5)
     text = explain_speed(speed, 2.5, num_draft_tokens=4)
-    for part in ("30.0 ms", "1.50 times a plain step of 20.0 ms", "replaces 2.50 plain steps", "is 1.67x as fast"):
+    for part in ("29.5 ms", "1.48 times a plain step of 20.0 ms", "replaces 2.50 plain steps", "is 1.69x as fast"):
         assert part in text
-    assert "no gain here (0.80x), mostly for the cost of the wider target pass" in explain_speed(speed, 1.2, 4)
+    assert "no gain here (0.81x), mostly for the cost of the wider target pass" in explain_speed(speed, 1.2, 4)
     assert "mostly for the cost of drafting" in explain_speed({**speed, "draft_ms": 30.0}, 1.2, 4)
     assert "no speed to explain" in explain_speed({**speed, "baseline_target_step_ms": 0.0}, 1.2, 4)
 

@@ -82,7 +82,7 @@ def test_an_interrupted_decode_goes_on_where_it_stopped(target, tmp_path):
 
 
 def test_a_suite_leaves_results_and_traces_and_no_partial(target, tmp_path):
-    settings = EvalSettings(Sampling(), max_new_tokens=10, batch_size=2, speed_prompts=0)
+    settings = EvalSettings(Sampling(), max_new_tokens=10, batch_size=2, speed_prompts=2, speed_rounds=3)
     (result,) = evaluate_suite(
         target, [ngram_contender(1, 3, [2])], SUITE, settings, target_name="tiny", directory=tmp_path
     )
@@ -90,6 +90,9 @@ def test_a_suite_leaves_results_and_traces_and_no_partial(target, tmp_path):
     traced = read_trace(trace_path(path))
     kept = sum(cycle[2] for request in traced for cycle in request.cycles)
     assert kept == result["num_accepted_draft_tokens"]
+    speed = result["speed"]
+    assert (speed["rounds"], speed["batch_size"], speed["batched"]["batch_size"]) == (3, 1, 2)
+    assert 0 < speed["batched"]["tokens_per_second"] and 0 < speed["overhead_share"] < 1
     plain = read_trace(tmp_path / "traces" / "small-plain-k0-t0.jsonl")
     assert [r.output_ids for r in plain] == [r.output_ids for r in traced]
     assert not partial_path(trace_path(path)).exists() and len(list((tmp_path / "traces").iterdir())) == 2
