@@ -214,12 +214,12 @@ class _Round:
 
     @property
     def _choose(self) -> Chooser:
-        """How drafts are picked: the argmax, or a draw from the draft's own filtered law."""
+        """How drafts are picked: the argmax, or a draw from the draft's own law."""
         if self.sampling.greedy or self.sampling.draft_sample_method == "greedy":
             return lambda logits_BD: (logits_BD.argmax(-1), None)
 
         def draw(logits_BD: Tensor) -> tuple[Tensor, Tensor | None]:
-            probs_BD = target_probs(logits_BD, self.sampling)
+            probs_BD = target_probs(logits_BD, self.sampling.drafts)
             return self.draft_draws.draw_rows(probs_BD), probs_BD
 
         return draw

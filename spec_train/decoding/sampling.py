@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,9 +28,9 @@ class Sampling:
 
     temperature 0 (or anything below 1e-5) means argmax; negative is refused. top_k 0, top_p 1.0 and min_p 0.0 mean no
     filter. `draft_sample_method` follows vLLM: "greedy" drafts are the draft's argmax (their law is one-hot),
-    "probabilistic" drafts are drawn from the draft's own distribution. `rejection_sample_method`, vLLM's name too, is
-    how drafts are judged: "standard" token by token, "block" all together (see `verify`). `seed` seeds one generator
-    per request.
+    "probabilistic" drafts are drawn from the draft's own distribution (see `drafts`). `rejection_sample_method`,
+    vLLM's name too, is how drafts are judged: "standard" token by token, "block" all together (see `verify`). `seed`
+    seeds one generator per request.
 
     Raises UserError for a value outside its range.
     """
@@ -61,6 +61,15 @@ class Sampling:
     def greedy(self) -> bool:
         """True where the target takes its argmax."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def drafts(self) -> Sampling:
+        """How probabilistic drafts are drawn: at the temperature alone, as both of vLLM's runners draw them.
+
+        The filters belong to the target. A draft that they rule out is refused, which costs acceptance and never
+        changes the output; drafting under them would promise more than vLLM delivers.
+        """
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def mask_padding(logits: Tensor, vocab_size: int | None) -> Tensor:

@@ -152,12 +152,14 @@ def exact_error(judge, target, drawn, scored, k=K, ragged=False):
     return float((speculative_joint(judge, target, drawn, scored, k, ragged) - plain_joint(target)).abs().max())
 
 
-@pytest.mark.parametrize("greedy_draft", [True, False], ids=["greedy_draft", "probabilistic"])
+@pytest.mark.parametrize("drafts", ["greedy", "probabilistic", "probabilistic and filtered"])
 @pytest.mark.parametrize("rule", JUDGES)
 @pytest.mark.parametrize("name", FILTERS)
-def test_enumerated_joint_law_is_the_targets(name, rule, greedy_draft):
-    target, draft = laws(TARGET, FILTERS[name]), laws(DRAFT, FILTERS[name])
-    drawn, scored = ([one_hot(law) for law in draft], None) if greedy_draft else (draft, draft)
+def test_enumerated_joint_law_is_the_targets(name, rule, drafts):
+    sampling = FILTERS[name]
+    target = laws(TARGET, sampling)
+    draft = laws(DRAFT, sampling if drafts == "probabilistic and filtered" else sampling.drafts)
+    drawn, scored = ([one_hot(law) for law in draft], None) if drafts == "greedy" else (draft, draft)
     for k in (1, 2, 3):
         for ragged in (False, True):
             assert exact_error(JUDGES[rule], target, drawn, scored, k, ragged) < 1e-6
@@ -549,6 +551,22 @@ def test_plain_decoding_has_the_same_law_and_another_temperature_has_not(tiny_ta
     trace = plain_decode(tiny_target, [PROMPT] * 8_000, sampling=sampling, max_new_tokens=LENGTH, batch_size=4000)
     assert chi_square_p(count_triples(trace), model_joint(tiny_target, sampling)) > 1e-3
     assert chi_square_p(count_triples(trace), model_joint(tiny_target, Sampling(temperature=1.1))) < 1e-9
+
+
+def test_the_decoder_filters_the_target_and_not_the_drafts(tiny_target):
+    laws_seen = []
+
+    class Watched(TableDraft):
+        def propose(self, state, num_draft_tokens, choose):
+            proposal = super().propose(state, num_draft_tokens, choose)
+            laws_seen.append((state["last"], proposal.probs_BKV[:, 0]))
+            return proposal
+
+    proposer = Watched(tiny_target)
+    decode(tiny_target, proposer, Sampling(0.8, 3, 0.7, "probabilistic", min_p=0.1), 5)
+    assert laws_seen
+    for last, law in laws_seen:
+        assert torch.equal(law, (proposer.logits[last] / 0.8).softmax(-1))
 
 
 def test_a_proposer_that_misstates_its_law_is_detected_in_the_decoder(tiny_target):
