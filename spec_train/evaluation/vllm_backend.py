@@ -176,6 +176,14 @@ def needs_repair(sampling: Sampling) -> bool:
     return contract.is_cpu_build() and not sampling.greedy
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """UserError where vLLM would refuse these settings beside speculation, or silently do something else."""
+    if sampling.min_p > 0:
+        raise UserError("min_p: vLLM refuses it together with speculative decoding; leave it out with --backend vllm")
+    if sampling.rejection_sample_method == "block" and contract.is_cpu_build():
+        raise UserError("rejection_sample_method block: vLLM has it on GPUs only; give standard on this machine")
+
+
 def run_engines(
     subject: str,
     target_dir: Path,
@@ -189,6 +197,7 @@ def run_engines(
     timeout_s: float = TIMEOUT_S,
 ) -> list[list[LoadRun]]:
     """Decode without speculation and at each K: first the plain loads, then those of every K, by concurrency."""
+    check_sampling(sampling)
     deepest = max(num_draft_tokens)
     check_input(target_dir, suite.prompts, max_new_tokens, deepest)
     length = needed_positions(suite.prompts, max_new_tokens, deepest)
@@ -216,6 +225,8 @@ def run_engines(
                 arguments = contract.engine_arguments(folder, str(target_dir), read_export(Path(subject)), k)
             if "speculative_config" in arguments and sampling.draft_sample_method == "probabilistic":
                 arguments["speculative_config"]["draft_sample_method"] = "probabilistic"
+            if "speculative_config" in arguments and sampling.rejection_sample_method == "block":
+                arguments["speculative_config"]["rejection_sample_method"] = "block"
             # Suffix decoding learns from what it has served: every load begins with an engine that has seen nothing.
             groups = [[load] for load in loads] if subject == "suffix" else [loads]
             engines += [{"arguments": {**common, **arguments, **told}, "loads": group} for group in groups]

@@ -15,7 +15,7 @@ from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import Suite
 from spec_train.evaluation.load_report import load_table
 from spec_train.evaluation.metrics import vllm_counters
-from spec_train.evaluation.vllm_backend import check_subject, evaluate_prompts
+from spec_train.evaluation.vllm_backend import check_sampling, check_subject, evaluate_prompts
 from spec_train.serving.contract import is_cpu_build
 from spec_train.serving.export import export
 from spec_train.speculators import load_speculator
@@ -73,6 +73,15 @@ def test_counters_are_ours(case: Case) -> None:
         assert 0 < result["speed"]["ttft_ms"] <= result["speed"]["ttft_ms_p95"]
         assert result["speed"]["draft_ms"] is None
     assert load_table(results, "tiny").row_count == 2
+
+
+def test_sampling_that_vllm_refuses_or_ignores_is_refused_first() -> None:
+    check_sampling(Sampling(1.0, top_k=5, top_p=0.9, draft_sample_method="probabilistic"))
+    with pytest.raises(UserError, match="min_p"):
+        check_sampling(Sampling(1.0, min_p=0.1))
+    if is_cpu_build():
+        with pytest.raises(UserError, match="block"):
+            check_sampling(Sampling(1.0, rejection_sample_method="block"))
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
