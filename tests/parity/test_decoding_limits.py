@@ -4,6 +4,8 @@ The drafts come from a script: the target's own greedy text (everything is accep
 spoilt. So each round's outcome is known beforehand.
 """
 
+import json
+
 import pytest
 import torch
 
@@ -203,3 +205,64 @@ def test_the_targets_context_is_the_last_limit(tmp_path, spoil):
         speculative_decode(
             target, Script(texts), [[1] * 32], num_draft_tokens=4, sampling=Sampling(), max_new_tokens=20
         )
+
+
+def test_one_token_answers_need_no_round(target, texts):
+    trace = speculative_decode(
+        target, Script(texts), PROMPTS, num_draft_tokens=4, sampling=Sampling(), max_new_tokens=1, batch_size=5
+    )
+    assert [request.output_ids for request in trace.requests] == [text[:1] for text in texts]
+    assert not any(request.cycles for request in trace.requests)
+    assert vllm_counters(trace)["num_drafts"] == trace.timings.target_steps == 0
+
+
+def test_an_empty_prompt_is_one_clear_error(target, texts):
+    for decode in (
+        lambda: plain_decode(target, [PROMPTS[1], []], sampling=Sampling(), max_new_tokens=4, batch_size=2),
+        lambda: speculative_decode(
+            target, Script(texts), [[]], num_draft_tokens=4, sampling=Sampling(), max_new_tokens=4
+        ),
+    ):
+        with pytest.raises(UserError, match="prompt") as error:
+            decode()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_sliding_window_that_the_text_outgrows(tmp_path, kind, batch_size):
+    """The window is 16 tokens, the longest text 54: rejected drafts and old tokens are both out of sight."""
+    target = TargetModel.load(str(tiny_model(kind, tmp_path)))
+    assert 16 in target.windows.values()
+    plain = plain_decode(target, PROMPTS, sampling=Sampling(), max_new_tokens=24)
+    texts = [request.output_ids for request in plain.requests]
+    spec = speculative_decode(
+        target,
+        Script(([*text, *[0] * 24][:24] for text in texts), spoil=True),
+        PROMPTS,
+        num_draft_tokens=4,
+        sampling=Sampling(),
+        max_new_tokens=24,
+        batch_size=batch_size,
+    )
+    assert compare_lossless(plain.requests, spec.requests)["identical"] == len(PROMPTS)
+    assert 0 < vllm_counters(spec)["num_accepted_tokens"] < vllm_counters(spec)["num_draft_tokens"]
+    check_accounts(spec)
+
+
+def test_every_eos_of_the_generation_config_ends_an_answer(tmp_path, texts):
+    """The ids are read from the checkpoint; the drafts run on past them."""
+    folder = tiny_model("llama", tmp_path)
+    ends = sorted({texts[0][3], texts[2][2]})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    target = TargetModel.load(str(folder))
+    assert target.eos_token_ids == set(ends)
+    plain = plain_decode(target, PROMPTS, sampling=Sampling(), max_new_tokens=LONG, batch_size=5)
+    spec = speculative_decode(
+        target, Script(texts), PROMPTS, num_draft_tokens=6, sampling=Sampling(), max_new_tokens=LONG, batch_size=5
+    )
+    assert compare_lossless(plain.requests, spec.requests)["identical"] == len(PROMPTS)
+    stopped = [request for request in spec.requests if request.finish_reason == "stop"]
+    assert {request.output_ids[-1] for request in stopped} == set(ends)
+    assert any(cycle.accepted > cycle.kept for request in stopped for cycle in request.cycles)
+    check_accounts(spec)
