@@ -151,7 +151,10 @@ def train(recipe: RecipePath, overrides: Overrides = None, force: Force = False)
 @app.command(name="eval", cls=_ListCommand)
 def evaluate(
     subject: Annotated[
-        str, typer.Argument(metavar="RECIPE|CHECKPOINT|ngram", help="A recipe, a checkpoint or export, or ngram")
+        str,
+        typer.Argument(
+            metavar="RECIPE|CHECKPOINT|ngram|suffix", help="A recipe, a checkpoint or export, or ngram or suffix"
+        ),
     ],
     overrides: Overrides = None,
     force: Force = False,
@@ -206,8 +209,8 @@ def evaluate(
         raise UserError(
             f"{overrides[0]}: overrides belong to a recipe; for a checkpoint use the options of eval --help"
         )
-    if subject != "ngram" and not (subject == "suffix" and backend == "vllm") and not Path(subject).is_dir():
-        raise UserError(f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor ngram")
+    if subject not in ("ngram", "suffix") and not Path(subject).is_dir():
+        raise UserError(f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor ngram or suffix")
     if target is None or suite is None:
         raise UserError(f"eval {subject} needs --target MODEL and --suite SUITE")
     if dtype not in (None, "float32", "bfloat16", "float16"):

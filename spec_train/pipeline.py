@@ -159,7 +159,7 @@ def evaluate_checkpoint(
     speed_rounds: int = 3,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Evaluate a training checkpoint, an export, or "ngram" on a suite, without a recipe.
+    """Evaluate a training checkpoint, an export, "ngram" or "suffix" on a suite, without a recipe.
 
     Prompts are rendered as those were that the speculator was trained on, where that is on record.
     """
@@ -173,13 +173,15 @@ def evaluate_checkpoint(
         ngram_contender,
         render_suite,
         speculator_contender,
+        suffix_contender,
     )
     from spec_train.speculators import load_speculator, recorded_prompt
+    from spec_train.speculators.suffix import SuffixProposer
     from spec_train.target import TargetModel
 
     path = Path(checkpoint)
-    if checkpoint != "ngram" and not path.is_dir():
-        raise UserError(f"{checkpoint}: no such checkpoint or export; give a folder, or ngram")
+    if checkpoint not in ("ngram", "suffix") and not path.is_dir():
+        raise UserError(f"{checkpoint}: no such checkpoint or export; give a folder, or ngram, or suffix")
     samplings = [
         Sampling(value, top_k, top_p, draft_sample_method, seed, min_p, rejection_sample_method)
         for value in temperature
@@ -189,6 +191,8 @@ def evaluate_checkpoint(
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
     if checkpoint == "ngram":
         contender = ngram_contender(2, 4, num_draft_tokens)
+    elif checkpoint == "suffix":
+        contender = suffix_contender(SuffixProposer(), num_draft_tokens)
     else:
         contender = speculator_contender(load_speculator(path, model), checkpoint, num_draft_tokens)
     if len(contender.num_draft_tokens) < len(num_draft_tokens):

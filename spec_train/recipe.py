@@ -211,10 +211,17 @@ class EvalSection(Section):
     max_new_tokens: PositiveInt | None = None
     max_prompts: PositiveInt | None = None
     batch_size: PositiveInt = 16
-    baselines: list[Literal["ngram", "untrained"]] = ["ngram"]
+    baselines: list[Literal["ngram", "suffix", "untrained"]] = ["ngram"]
     ngram_min: PositiveInt = 2
     ngram_max: PositiveInt = 4
+    ngram_windows: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]] | None = Field(
+        default=None, min_length=1
+    )
     ngram_num_draft_tokens: list[PositiveInt] | None = Field(default=None, min_length=1)
+    suffix_decoding_max_tree_depth: PositiveInt = 24
+    suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
+    suffix_decoding_max_spec_factor: NonNegative = 1.0
+    suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)
     speed_prompts: int = Field(default=4, ge=0)
     speed_new_tokens: PositiveInt | None = None
     speed_rounds: PositiveInt = 3
@@ -223,6 +230,9 @@ class EvalSection(Section):
     def _ngram_range(self) -> Self:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) must not exceed ngram_max ({self.ngram_max})")
+        for shortest, longest in self.ngram_windows or []:
+            if shortest > longest:
+                raise ValueError(f"ngram_windows [{shortest}, {longest}]: the shortest match comes first")
         return self
 
 

@@ -261,10 +261,11 @@ class _Round:
     def _drop_finished(self) -> None:
         """Forget finished rows once they are a fifth of the batch, or all of it."""
         live = [i for i, row in enumerate(self.rows) if not row.done]
+        if len(live) > 0.8 * len(self.rows):
+            return
+        self.proposer.finish(self.state, [i for i, row in enumerate(self.rows) if row.done], self.committed)
         if not live:
             self.rows = []
-            return
-        if len(live) > 0.8 * len(self.rows):
             return
         chosen = torch.tensor(live, device=self.device)
         self.rows = [self.rows[i] for i in live]

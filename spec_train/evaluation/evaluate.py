@@ -25,6 +25,7 @@ from spec_train.manifest import package_versions
 from spec_train.progress import progress
 from spec_train.speculators.base import Proposer, ResponseHits, Speculator
 from spec_train.speculators.ngram import NgramProposer
+from spec_train.speculators.suffix import SuffixProposer
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
 
@@ -122,13 +123,14 @@ def evaluate(
     }
     total = len(suite.prompts) * settings.max_new_tokens
     proposer = contender.proposer
+    proposer.reset()
     with progress(f"{suite.name}: {contender.kind} K={num_draft_tokens}", total) as advance:
         trace = resumable_decode(
             lambda chunk: speculative_decode(target, proposer, **suite.part(chunk), **common, on_progress=advance),
             suite.prompts,
             settings.batch_size,
             num_draft_tokens,
-            partial=partial,
+            partial=None if proposer.remembers else partial,  # half a run would not know the other half's outputs
             settings=_settings_key(target, suite, settings, f"{contender.name} K={num_draft_tokens}"),
             on_progress=advance,
         )
@@ -169,6 +171,7 @@ def _timed(
         for _ in range(settings.speed_rounds):
             plain.append(plain_decode(target, prompts, **common))
             advance(1)
+            proposer.reset()
             spec.append(speculative_decode(target, proposer, prompts, num_draft_tokens=num_draft_tokens, **common))
             advance(1)
     speed = speed_summary(plain, spec)
@@ -205,10 +208,16 @@ def estimator(
     return estimate
 
 
-def ngram_contender(min_n: int, max_n: int, num_draft_tokens: Sequence[int]) -> Contender:
-    """Prompt lookup, the baseline that costs nothing to train."""
+def ngram_contender(min_n: int, max_n: int, num_draft_tokens: Sequence[int], kind: str = "ngram") -> Contender:
+    """Prompt lookup, the baseline that costs nothing to train. `kind`: what results call it."""
     name = f"prompt lookup n={min_n}..{max_n}"
-    return Contender("ngram", name, NgramProposer(min_n, max_n), tuple(num_draft_tokens))
+    return Contender(kind, name, NgramProposer(min_n, max_n), tuple(num_draft_tokens), "ngram")
+
+
+def suffix_contender(proposer: SuffixProposer, num_draft_tokens: Sequence[int]) -> Contender:
+    """Suffix decoding, the other one."""
+    name = f"suffix decoding depth={proposer.max_tree_depth} cached={proposer.max_cached_requests}"
+    return Contender("suffix", name, proposer, tuple(num_draft_tokens))
 
 
 def speculator_contender(
@@ -265,7 +274,7 @@ def evaluate_suite(
             if directory is not None and done is not None and partial is not None:
                 write_trace(trace_path(done), trace.requests)
                 write_results(directory, [result])
-                partial.unlink()
+                partial.unlink(missing_ok=True)
     if plain_trace is not None and reference is not None:
         write_trace(plain_trace, reference.trace.requests)
         partial_path(plain_trace).unlink(missing_ok=True)

@@ -117,6 +117,11 @@ class Proposer(ABC):
 
     feature_spec: FeatureSpec = FeatureSpec(aux_layer_ids=(), last_hidden=False)
 
+    remembers: ClassVar[bool] = False  # whether drafts depend on the requests decoded before
+
+    def reset(self) -> None:  # noqa: B027  (most proposers remember nothing)
+        """A measurement starts: forget the requests of earlier ones."""
+
     @abstractmethod
     def begin(self, prompts: list[list[int]], max_length: int) -> Any:
         """A fresh state for `prompts` (token ids), each of which may grow to `max_length` tokens."""
@@ -128,6 +133,10 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, state: Any, num_draft_tokens: int, choose: Chooser) -> Proposal:
         """Draft `num_draft_tokens` tokens after the last committed one. `state` may be scribbled on beyond it."""
+
+    def finish(self, state: Any, rows: list[int], committed: Committed) -> None:  # noqa: B027
+        """The requests of `rows` are over and about to be dropped; `committed` holds their last tokens, for a proposer
+        that learns from one request for the next."""
 
     @abstractmethod
     def select(self, state: Any, rows: Tensor) -> Any:

@@ -16,11 +16,13 @@ from spec_train.evaluation.evaluate import (
     ngram_contender,
     render_suite,
     speculator_contender,
+    suffix_contender,
 )
 from spec_train.evaluation.report import result_name
 from spec_train.manifest import Stage, read_manifest
 from spec_train.run import Run
 from spec_train.speculators import load_speculator
+from spec_train.speculators.suffix import SuffixProposer
 from spec_train.stages.common import documents_of, make_stage
 from spec_train.stages.train import new_speculator
 from spec_train.target import TargetModel
@@ -72,7 +74,18 @@ def contenders_of(run: Run, target: TargetModel) -> list[Contender]:
     contenders = []
     if "ngram" in section.baselines:
         depths = section.ngram_num_draft_tokens or section.num_draft_tokens
-        contenders.append(ngram_contender(section.ngram_min, section.ngram_max, depths))
+        if section.ngram_windows is None:
+            contenders.append(ngram_contender(section.ngram_min, section.ngram_max, depths))
+        for shortest, longest in section.ngram_windows or []:
+            contenders.append(ngram_contender(shortest, longest, depths, f"ngram {shortest}-{longest}"))
+    if "suffix" in section.baselines:
+        proposer = SuffixProposer(
+            section.suffix_decoding_max_tree_depth,
+            section.suffix_decoding_max_cached_requests,
+            section.suffix_decoding_max_spec_factor,
+            section.suffix_decoding_min_token_prob,
+        )
+        contenders.append(suffix_contender(proposer, section.num_draft_tokens))
     checkpoint = best_checkpoint(run)
     if run.recipe.speculator.start_is_baseline() or "untrained" in section.baselines:
         contenders.append(start_contender(run, target, section.num_draft_tokens))

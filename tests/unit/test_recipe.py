@@ -145,6 +145,7 @@ def test_overrides_set_nested_values(recipe_file: Path) -> None:
         ("data.sources.0.path=asset:data/absent.jsonl", ["data/absent.jsonl", "bundled"]),
         ("eval.suites=[gsm9k]", ["eval.suites.0", "gsm9k", "gsm8k"]),
         ("eval.ngram_min=5", ["eval", "ngram_max"]),
+        ("eval.ngram_windows=[[4,2]]", ["eval", "ngram_windows [4, 2]"]),
         ("run.name=a/b", ["run.name"]),
     ],
 )
