@@ -360,6 +360,42 @@ def compare(
     compare_all(file)
 
 
+@app.command(cls=_ListCommand)
+def advise(
+    results: Annotated[list[Path], typer.Argument(metavar="EVAL_JSON...", help="Results of eval, or folders of them")],
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Your loads, e.g. 1 8 32")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the results (default: the lowest)")] = None,
+    export_dir: Annotated[Path | None, typer.Option("--export", help="The exported speculator to serve")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the advice there")] = None,
+) -> None:
+    """Which method and how many draft tokens to serve at which load, with the vLLM config to use."""
+    from spec_train.evaluation.advice_input import read_methods
+    from spec_train.evaluation.advice_report import advice_table, break_even_lines, command, vllm_config
+    from spec_train.evaluation.advise import advise as advise_on
+    from spec_train.manifest import atomic_write_json
+
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
+    methods, notes = read_methods(results, temperature)
+    advice = advise_on(methods, concurrency, notes)
+    chosen = next(method for method in methods if method.kind == advice["method"])
+    arguments = vllm_config(chosen, advice, export_dir)
+    advice["vllm"] = arguments
+    console = _console()
+    console.print(advice_table(advice))
+    for line in break_even_lines(advice):
+        console.print(line, markup=False)
+    for warning in advice["warnings"]:
+        console.print(f"warning: {warning}", markup=False)
+    if arguments is None:
+        console.print("serve without speculation: no load gains", markup=False)
+    else:
+        console.print(f"serve: {command(arguments)}", markup=False)
+    if json_path is not None:
+        atomic_write_json(json_path, advice)
+        console.print(f"advise: advice in {json_path}", markup=False)
+
+
 @app.command()
 def report(
     paths: Annotated[
