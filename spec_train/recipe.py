@@ -26,7 +26,10 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-BUNDLED_SUITES = ("held_out", "gsm8k", "humaneval", "mt_bench")
+BUNDLED_SUITES = (
+    *("held_out", "gsm8k", "humaneval", "mt_bench", "vicuna", "ifbench", "json", "repetitive"),
+    *("xsum", "translation", "rag", "qa", "spec_bench"),
+)
 
 
 class Section(BaseModel):

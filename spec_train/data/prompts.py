@@ -28,6 +28,7 @@ __all__ = [
     "load_conversations",
     "read_conversations",
     "split_held_out",
+    "with_unique_ids",
     "write_conversations",
 ]
 
@@ -65,7 +66,7 @@ def load_conversations(
         kept += _weighted(found, source.weight, random.Random(f"{seed}-{index}"))
     reasons = Counter({f"{reason} (first: {first_place[reason]})": count for reason, count in dropped.items()})
     check_drops(len(kept), reasons, max_drop_rate, "data.sources")
-    return _with_unique_ids(kept), reasons
+    return with_unique_ids(kept), reasons
 
 
 def check_drops(kept: int, dropped: Counter[str], max_drop_rate: float, where: str) -> None:
@@ -138,7 +139,8 @@ def _weighted(conversations: list[Conversation], weight: float, generator: rando
     return [c for index, c in enumerate(conversations) for _ in range(whole + (index in extra))]
 
 
-def _with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
+def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
+    """The same conversations; an id that occurred before gets `#2`, `#3` and so on."""
     seen: set[str] = set()
     unique = []
     for conversation in conversations:

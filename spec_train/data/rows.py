@@ -1,7 +1,8 @@
 """One row of any known shape -> one conversation, or the reason why it cannot be used.
 
 Known shapes: `messages` (role/content), ShareGPT `conversations` (from/value), prompts (`turns`, `prompt`, `question`,
-`instruction` with `input`), and plain `text`. The shape is found row by row, since public sets mix them.
+`instruction` with `input`), and plain `text`. The shape is found row by row, since public sets mix them. A line of a
+request log holds one of these under `request` or `body`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def conversation_from_row(row: Any, *, format: str = "auto", field: str | None =
         row = {"messages": row}
     if not isinstance(row, dict):
         return DropReason("the row is not a JSON object")
+    row = _logged_request(row)
     found = _find(row, format, field)
     if isinstance(found, DropReason):
         return found
@@ -141,6 +143,16 @@ def _order_problem(messages: list[Message]) -> DropReason | None:
     return None
 
 
+def _logged_request(row: dict[str, Any]) -> dict[str, Any]:
+    """The request inside a line of a log, with the line's own id and category; any other row as it is."""
+    for name in ("request", "body"):
+        inner = _decoded(row.get(name))
+        if isinstance(inner, dict) and not any(field in row for fields in _FIELDS.values() for field in fields):
+            own = {key: row[key] for key in ("id", "custom_id", "category") if row.get(key) is not None}
+            return _logged_request({**inner, **own})
+    return row
+
+
 def _find(row: dict[str, Any], format: str, field: str | None) -> tuple[str, Any] | DropReason:
     """(kind, content) of a row."""
     if field is not None:
@@ -166,7 +178,7 @@ def _encodable(value: Any) -> bool:
 
 
 def _row_id(row: dict[str, Any]) -> str:
-    for name in ("id", "conversation_id", "question_id", "task_id"):
+    for name in ("id", "conversation_id", "question_id", "task_id", "custom_id", "key"):
         if isinstance(row.get(name), (str, int)):
             return str(row[name])
     return ""

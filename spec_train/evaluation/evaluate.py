@@ -5,22 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spec_train.data.batches import build_batch
-from spec_train.data.chat import render_prompt
 from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import DecodeTrace
+from spec_train.decoding.trace import DecodeTrace, Timings
 from spec_train.evaluation.metrics import batched_speed, compare_lossless, speed_summary, summarise, tokens_per_step
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.suites import load_suite
 from spec_train.evaluation.traces import partial_path, resumable_decode, trace_path, write_trace
+from spec_train.evaluation.turns import FollowUp, Suite, add_turn, next_turn
 from spec_train.manifest import package_versions
 from spec_train.progress import progress
 from spec_train.speculators.base import Proposer, ResponseHits, Speculator
@@ -30,26 +30,6 @@ from spec_train.target import TargetModel
 from spec_train.training.acceptance import position_average, renewal_counts
 
 ESTIMATE_TOKENS = 4096  # positions in one teacher-forced pass
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Prompts as token ids, rendered exactly as they are served."""
-
-    name: str
-    ids: list[str]
-    categories: list[str]
-    prompts: list[list[int]]
-
-    def first(self, count: int | None) -> Suite:
-        """The first `count` prompts."""
-        return Suite(self.name, self.ids[:count], self.categories[:count], self.prompts[:count])
-
-    def part(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The prompts at `indices` as one batch, in the decoders' words."""
-        columns = {"prompts": self.prompts, "ids": self.ids, "categories": self.categories}
-        chosen: dict[str, Any] = {name: [column[i] for i in indices] for name, column in columns.items()}
-        return {**chosen, "indices": list(indices), "batch_size": len(indices)}
 
 
 @dataclass(frozen=True)
@@ -79,19 +59,34 @@ class Contender:
 
 @dataclass(frozen=True)
 class Reference:
-    """Plain decoding of a suite, whose text every contender must give."""
+    """Plain decoding of a suite, whose text every contender must give. `suite` has every turn in it."""
 
+    suite: Suite
     trace: DecodeTrace
 
 
 def decode_reference(
     target: TargetModel, suite: Suite, settings: EvalSettings, partial: Path | None = None
 ) -> Reference:
-    """Plain decoding in batches. `partial`: see `resumable_decode`."""
+    """Plain decoding in batches. A later turn is rendered from the answers to the turns before it, and decoded after
+    them. `partial`: see `resumable_decode`; a later turn has its own."""
+    turn = suite
+    answered = trace = _decode_turn(target, turn, settings, partial)
+    suite, number = replace(suite, follow_ups=[]), 2
+    while (turn := next_turn(turn, answered.requests, target.max_length)).prompts:
+        later = partial.with_name(f"{partial.name}{number}") if partial else None
+        answered = _decode_turn(target, turn, settings, later)
+        suite, number = suite.joined(turn), number + 1
+        parts = {f.name: getattr(trace.timings, f.name) + getattr(answered.timings, f.name) for f in fields(Timings)}
+        trace = replace(trace, requests=trace.requests + answered.requests, timings=Timings(**parts))
+    return Reference(suite, trace)
+
+
+def _decode_turn(target: TargetModel, suite: Suite, settings: EvalSettings, partial: Path | None) -> DecodeTrace:
+    """The text of one turn of a suite."""
     common: dict[str, Any] = {"sampling": settings.sampling, "max_new_tokens": settings.max_new_tokens}
-    total = len(suite.prompts) * settings.max_new_tokens
-    with progress(f"{suite.name}: plain decoding", total) as advance:
-        trace = resumable_decode(
+    with progress(f"{suite.name}: plain decoding", len(suite.prompts) * settings.max_new_tokens) as advance:
+        return resumable_decode(
             lambda chunk: plain_decode(target, **suite.part(chunk), **common, on_progress=advance),
             suite.prompts,
             settings.batch_size,
@@ -100,7 +95,6 @@ def decode_reference(
             settings=_settings_key(target, suite, settings, "plain"),
             on_progress=advance,
         )
-    return Reference(trace)
 
 
 def evaluate(
@@ -262,6 +256,7 @@ def evaluate_suite(
                 continue
             partial = partial_path(plain_trace) if plain_trace else None
             reference = reference or decode_reference(target, suite, settings, partial)
+            suite = reference.suite
             proposer = contender.proposer
             if isinstance(proposer, Speculator) and settings.sampling.greedy and estimate is None:
                 estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
@@ -277,23 +272,18 @@ def evaluate_suite(
                 partial.unlink(missing_ok=True)
     if plain_trace is not None and reference is not None:
         write_trace(plain_trace, reference.trace.requests)
-        partial_path(plain_trace).unlink(missing_ok=True)
+        for partial in plain_trace.parent.glob(f"{partial_path(plain_trace).name}*"):
+            partial.unlink()
     return results
 
 
 def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any]) -> Suite:
-    """A bundled suite or a user's file, rendered with the tokenizer's template."""
-    ids, categories, prompts = [], [], []
+    """A bundled suite or a user's file, rendered with the tokenizer's template. Of a conversation with gaps for the
+    target's answers, the turn before the first gap is a prompt (`<id>/1`) and the others follow it."""
+    suite = Suite(Path(name).stem, [], [], [])
     for conversation in load_suite(name):
-        asked = list(conversation.messages)
-        while asked and asked[-1]["role"] == "assistant":
-            asked.pop()
-        rendered = render_prompt(tokenizer, asked, tools=conversation.tools, **prompt_kwargs)
-        if isinstance(rendered, list):
-            ids.append(conversation.id)
-            categories.append(conversation.category)
-            prompts.append(rendered)
-    return Suite(Path(name).stem, ids, categories, prompts)
+        add_turn(suite, FollowUp(conversation, 1, -1, tokenizer, prompt_kwargs))
+    return suite
 
 
 def _rows_of(documents: Sequence[Document]) -> list[list[list[int]]]:

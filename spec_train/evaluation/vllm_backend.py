@@ -22,8 +22,9 @@ from spec_train.data.chat import load_tokenizer
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import RunFailure, UserError
-from spec_train.evaluation.evaluate import Suite, render_suite
+from spec_train.evaluation.evaluate import render_suite
 from spec_train.evaluation.metrics import compare_lossless, summarise, vllm_counters
+from spec_train.evaluation.turns import Suite
 from spec_train.manifest import package_versions
 from spec_train.serving import contract
 from spec_train.serving.export import read_export

@@ -11,7 +11,6 @@ from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import (
     Contender,
     EvalSettings,
-    Suite,
     evaluate_suite,
     ngram_contender,
     render_suite,
@@ -19,6 +18,7 @@ from spec_train.evaluation.evaluate import (
     suffix_contender,
 )
 from spec_train.evaluation.report import result_name
+from spec_train.evaluation.turns import Suite
 from spec_train.manifest import Stage, read_manifest
 from spec_train.run import Run
 from spec_train.speculators import load_speculator

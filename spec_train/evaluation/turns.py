@@ -1,0 +1,100 @@
+"""Rendered prompts of a suite, and later turns that wait for the target's own answers.
+
+MT-Bench's second question follows an answer that only the target can give. The evaluation decodes the first turn
+plainly, which it does anyway for the reference text, and renders the second one from what came out. Every contender
+then decodes both as prompts of their own, so that all of them answer the very same questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spec_train.data.chat import render_prompt
+from spec_train.data.rows import Conversation, Message
+from spec_train.decoding.trace import RequestTrace
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """Turn `number` (from 1) of a conversation: everything up to the first empty answer. `parent`: the place in its
+    suite of the prompt whose answer it needs."""
+
+    conversation: Conversation
+    number: int
+    parent: int
+    tokenizer: Any
+    prompt_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts as token ids, rendered exactly as they are served. `asked`: the same prompts as text, for overlap with
+    the training data. `follow_ups`: the later turns, which wait for the target's own answers."""
+
+    name: str
+    ids: list[str]
+    categories: list[str]
+    prompts: list[list[int]]
+    asked: list[str] = field(default_factory=list)
+    follow_ups: list[FollowUp] = field(default_factory=list)
+
+    def first(self, count: int | None) -> Suite:
+        """The first `count` prompts with their later turns."""
+        waiting = [f for f in self.follow_ups if count is None or f.parent < count]
+        kept = (self.ids[:count], self.categories[:count], self.prompts[:count], self.asked[:count])
+        return Suite(self.name, *kept, waiting)
+
+    def part(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The prompts at `indices` as one batch, in the decoders' words."""
+        columns: dict[str, Sequence[Any]] = {"prompts": self.prompts, "ids": self.ids, "categories": self.categories}
+        chosen: dict[str, Any] = {name: [column[i] for i in indices] for name, column in columns.items()}
+        return {**chosen, "indices": list(indices), "batch_size": len(indices)}
+
+    def joined(self, later: Suite) -> Suite:
+        """These prompts and those of a later turn, after which nothing waits."""
+        lists = (self.ids + later.ids, self.categories + later.categories, self.prompts + later.prompts)
+        return Suite(self.name, *lists, self.asked + later.asked)
+
+
+def is_gap(message: Message) -> bool:
+    """Whether this is the place of an answer that the target has yet to give."""
+    return message["role"] == "assistant" and not message["content"] and not message.get("tool_calls")
+
+
+def last_user_message(messages: Sequence[Message]) -> str:
+    """The text of the user's last turn."""
+    return next((str(message["content"]) for message in reversed(messages) if message["role"] == "user"), "")
+
+
+def add_turn(suite: Suite, turn: FollowUp, max_length: int | None = None) -> None:
+    """Render the turn into `suite` and let the one after it wait; one that the template refuses is left out."""
+    messages = turn.conversation.messages
+    gap = next((i for i, message in enumerate(messages) if is_gap(message)), len(messages))
+    rendered = render_prompt(turn.tokenizer, messages[:gap], tools=turn.conversation.tools, **turn.prompt_kwargs)
+    if not isinstance(rendered, list) or (max_length is not None and len(rendered) >= max_length):
+        return
+    several = turn.number > 1 or gap < len(messages)
+    suite.ids.append(f"{turn.conversation.id}/{turn.number}" if several else turn.conversation.id)
+    suite.categories.append(turn.conversation.category)
+    suite.prompts.append(rendered)
+    suite.asked.append(last_user_message(messages[:gap]))
+    if gap < len(messages):
+        suite.follow_ups.append(replace(turn, number=turn.number + 1, parent=len(suite.prompts) - 1))
+
+
+def next_turn(suite: Suite, answers: Sequence[RequestTrace], max_length: int) -> Suite:
+    """The waiting turns of `suite` as prompts that hold the target's `answers` (one a prompt of `suite`) as text, as a
+    chat client sends them back. A conversation ends where the answer is empty, or where its next prompt would leave no
+    room for one within `max_length`."""
+    later = Suite(suite.name, [], [], [])
+    for turn in suite.follow_ups:
+        text = turn.tokenizer.decode(answers[turn.parent].output_ids, skip_special_tokens=True)
+        if not text:
+            continue
+        messages = list(turn.conversation.messages)
+        gap = next(i for i, message in enumerate(messages) if is_gap(message))
+        messages[gap] = {"role": "assistant", "content": text}
+        add_turn(later, replace(turn, conversation=replace(turn.conversation, messages=messages)), max_length)
+    return later

@@ -1,0 +1,61 @@
+"""Overlap of a suite with the training prompts: planted copies are found, paraphrases and short texts are not."""
+
+from __future__ import annotations
+
+import random
+
+from spec_train.evaluation.overlap import overlap, overlap_warning
+
+APPLES = "Anna has twelve apples and gives a third of them to her brother. How many apples does she keep?"
+TRAIN = "A train leaves the station at nine and travels at eighty kilometres an hour. When does it arrive in Graz?"
+SHORT = "What is two plus two?"
+
+
+def test_planted_copies_are_found() -> None:
+    training = [
+        "  anna HAS twelve apples, and gives a third of them to her brother; how many apples does she keep",
+        "Answer step by step and check the result. " + TRAIN.replace("Graz", "Linz") + " Think before you answer.",
+        "what is two plus two",
+        "Something else altogether that shares no run of words with the others",
+    ]
+    found = overlap(["apples", "train", "short", "free"], [APPLES, TRAIN, SHORT, "Where is it?"], training)
+    assert found == {"checked": 4, "exact": 2, "near": 1, "ids": ["apples", "train", "short"]}
+    assert overlap_warning("gsm8k", found) == (
+        "gsm8k: 3 of 4 prompts are in the training data (2 exact, 1 near, first apples); its figures flatter what was "
+        "trained"
+    )
+
+
+def test_paraphrase_short_neighbour_and_scattered_pieces_are_not() -> None:
+    halves = TRAIN.split(". ")
+    training = [
+        "Of her dozen apples Anna hands one third to a brother. What number is left for her?",
+        "What is two plus three?",
+        # Pieces of one prompt in several training prompts do not add up.
+        " ".join(halves[0].split()[:10]),
+        " ".join(halves[0].split()[4:14]),
+    ]
+    found = overlap(["apples", "train", "short"], [APPLES, TRAIN, SHORT], training)
+    assert found == {"checked": 3, "exact": 0, "near": 0, "ids": []}
+    assert overlap_warning("gsm8k", found) is None and overlap_warning("gsm8k", None) is None
+
+
+def test_repeated_suite_prompts_are_all_named() -> None:
+    assert overlap(["a", "b"], [APPLES, APPLES], [APPLES])["ids"] == ["a", "b"]
+
+
+def test_agrees_with_pairwise_comparison() -> None:
+    """Slow obvious reference: every suite prompt against every training prompt."""
+    generator = random.Random(0)
+    texts = [" ".join(generator.choice("abc") for _ in range(generator.randint(3, 24))) for _ in range(60)]
+    suite, training = texts[:20], [*texts[20:], texts[0], texts[1] + " b a c", "c " + texts[2]]
+
+    def runs(text: str) -> set[str]:
+        words = text.split()
+        return {" ".join(words[i : i + 8]) for i in range(len(words) - 7)}
+
+    exact = {s for s in suite if s in training}
+    near = {s for s in suite if runs(s) and any(2 * len(runs(s) & runs(t)) >= len(runs(s)) for t in training)} - exact
+    found = overlap([str(i) for i in range(20)], suite, training)
+    assert (found["exact"], found["near"]) == (len(exact), len(near)) and exact and near
+    assert found["ids"] == [str(i) for i, s in enumerate(suite) if s in exact | near]
