@@ -80,7 +80,8 @@ def test_lookup_equals_vllms_proposer():
         min_n = int(generator.integers(1, 4))
         max_n = int(generator.integers(min_n, 6))
         k = int(generator.integers(1, 6))
-        theirs = find(tokens, min_n, max_n, 10_000, k).tolist()
-        assert lookup(tokens, min_n, max_n, k).tolist() == theirs, (tokens.tolist(), min_n, max_n, k)
+        room = int(generator.integers(0, 8))  # positions left; the decoder cuts drafts to them
+        theirs = find(tokens, min_n, max_n, len(tokens) + room, k).tolist()
+        assert lookup(tokens, min_n, max_n, k).tolist()[:room] == theirs, (tokens.tolist(), min_n, max_n, k, room)
         drafted += bool(theirs)
     assert drafted > 1500
