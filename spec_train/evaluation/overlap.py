@@ -13,7 +13,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from spec_train.data.prompts import read_conversations
+from spec_train.evaluation.turns import Suite, last_user_message
 
 SHINGLE_WORDS = 8
 NEAR = 0.5  # of a prompt's shingles in one training prompt
@@ -47,6 +51,26 @@ def overlap(ids: Sequence[str], prompts: Sequence[str], training: Iterable[str])
     near -= exact
     found = [name for index, name in enumerate(ids) if index in exact or index in near]
     return {"checked": len(prompts), "exact": len(exact), "near": len(near), "ids": found}
+
+
+def overlap_with_run(suite: Suite, prompts_stage: Path) -> dict[str, Any] | None:
+    """`overlap` of a suite with every user turn that a run trains on; None where its prompts stage is not there.
+    `held_out` is checked as the stage wrote it, later turns of a suite with the turns before the answers."""
+    if not (prompts_stage / "manifest.json").is_file():
+        return None
+    if suite.name == "held_out":
+        held_out = read_conversations(prompts_stage / "held_out.jsonl")
+        ids, asked = [c.id for c in held_out], [c.text or last_user_message(c.messages) for c in held_out]
+    else:
+        ids = suite.ids + [f"{turn.conversation.id}/{turn.number}" for turn in suite.follow_ups]
+        asked = suite.asked + [last_user_message(turn.conversation.messages) for turn in suite.follow_ups]
+    training = (
+        text
+        for conversation in read_conversations(prompts_stage / "train.jsonl")
+        for text in [conversation.text or "", *(m["content"] for m in conversation.messages if m["role"] == "user")]
+        if text
+    )
+    return overlap(ids, asked, training)
 
 
 def overlap_warning(suite: str, found: dict[str, Any] | None) -> str | None:

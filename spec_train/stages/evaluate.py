@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import (
@@ -17,7 +19,8 @@ from spec_train.evaluation.evaluate import (
     speculator_contender,
     suffix_contender,
 )
-from spec_train.evaluation.report import result_name
+from spec_train.evaluation.overlap import overlap_warning, overlap_with_run
+from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.turns import Suite
 from spec_train.manifest import Stage, read_manifest
 from spec_train.run import Run
@@ -116,8 +119,11 @@ def evaluate(run: Run, force: bool) -> None:
         results: list[dict[str, Any]] = []
         for name in recipe.eval.suites:
             suite = suite_of(run, name)
+            seen = overlap_with_run(suite, run.stage_directory("prompts"))
+            if warning := overlap_warning(name, seen):
+                Console(stderr=True).print(f"eval: {warning}", style="yellow", markup=False, soft_wrap=True)
             for temperature in recipe.eval.temperature:
-                results += evaluate_suite(
+                found = evaluate_suite(
                     target,
                     contenders,
                     suite,
@@ -125,6 +131,8 @@ def evaluate(run: Run, force: bool) -> None:
                     target_name=run.target_name,
                     directory=stage.directory,
                 )
+                results += [{**result, "overlap": seen} for result in found]
+        write_results(stage.directory, results)
         names = dict.fromkeys(result_name(result) for result in results)
         return {"results": list(names)}, {"results": len(results)}
 

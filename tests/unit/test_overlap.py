@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-from spec_train.evaluation.overlap import overlap, overlap_warning
+from spec_train.data.prompts import Conversation, write_conversations
+from spec_train.evaluation.overlap import overlap, overlap_warning, overlap_with_run
+from spec_train.evaluation.turns import Suite
 
 APPLES = "Anna has twelve apples and gives a third of them to her brother. How many apples does she keep?"
 TRAIN = "A train leaves the station at nine and travels at eighty kilometres an hour. When does it arrive in Graz?"
@@ -59,3 +62,17 @@ def test_agrees_with_pairwise_comparison() -> None:
     found = overlap([str(i) for i in range(20)], suite, training)
     assert (found["exact"], found["near"]) == (len(exact), len(near)) and exact and near
     assert found["ids"] == [str(i) for i, s in enumerate(suite) if s in exact | near]
+
+
+def test_suite_and_held_out_against_a_run(tmp_path: Path) -> None:
+    def asked(name: str, *turns: str) -> Conversation:
+        return Conversation(name, [{"role": "user", "content": turn} for turn in turns])
+
+    suite = Suite("own", ["a", "b"], ["", ""], [[1], [2]], [APPLES, "Where is it?"])
+    assert overlap_with_run(suite, tmp_path) is None
+    write_conversations(tmp_path / "train.jsonl", [asked("t", "hello there", APPLES), asked("u", SHORT)])
+    write_conversations(tmp_path / "held_out.jsonl", [asked("h", TRAIN), asked("i", SHORT)])
+    (tmp_path / "manifest.json").write_text("{}")
+    assert overlap_with_run(suite, tmp_path) == {"checked": 2, "exact": 1, "near": 0, "ids": ["a"]}
+    held_out = Suite("held_out", [], [], [])
+    assert overlap_with_run(held_out, tmp_path) == {"checked": 2, "exact": 1, "near": 0, "ids": ["i"]}
