@@ -92,7 +92,7 @@ def test_a_suite_leaves_results_and_traces_and_no_partial(target, tmp_path):
     assert kept == result["num_accepted_draft_tokens"]
     speed = result["speed"]
     assert (speed["rounds"], speed["batch_size"], speed["batched"]["batch_size"]) == (3, 1, 2)
-    assert 0 < speed["batched"]["tokens_per_second"] and 0 < speed["overhead_share"] < 1
+    assert speed["batched"]["tokens_per_second"] > 0 and 0 < speed["overhead_share"] < 1
     plain = read_trace(tmp_path / "traces" / "small-plain-k0-t0.jsonl")
     assert [r.output_ids for r in plain] == [r.output_ids for r in traced]
     assert not partial_path(trace_path(path)).exists() and len(list((tmp_path / "traces").iterdir())) == 2

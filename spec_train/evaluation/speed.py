@@ -1,0 +1,148 @@
+"""Decoding speed in paired runs: against `transformers`, and a batch against single requests.
+
+Every round runs the two sides of each comparison on the same prompts, one after the other, so that a machine that slows
+down for a while slows both; figures are medians over rounds, ratios are taken inside a round.
+
+`transformers` counts differently: assisted generation drafts up to `num_assistant_tokens` tokens a pass and stops early
+where its confidence threshold says so. Here the schedule is constant and the threshold 0, so it drafts K as we do. Both
+sides generate greedily, and exactly `max_new_tokens` tokens where no EOS comes earlier.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from spec_train.decoding.engine import plain_decode, speculative_decode
+from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.trace import DecodeTrace
+from spec_train.evaluation.metrics import tokens_per_step
+from spec_train.speculators.base import Proposer
+from spec_train.target import TargetModel, clock
+
+GREEDY = Sampling()
+PAIRS = (
+    ("plain decoding", "plain", "generate"),
+    ("speculative, batch 1", "speculative", "assisted"),
+    ("plain, batched", "plain_batched", "plain"),
+    ("speculative, batched", "speculative_batched", "speculative"),
+)  # (what is compared, our side, what it is held against)
+
+
+def bench_decoding(
+    target: TargetModel,
+    proposer: Proposer,
+    assistant: PreTrainedModel | None,
+    prompts: Sequence[list[int]],
+    *,
+    num_draft_tokens: int,
+    max_new_tokens: int,
+    batch_size: int = 8,
+    single_prompts: int | None = None,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Tokens per second of every side, round by round, with medians and ratios; ready for JSON.
+
+    `assistant`: the draft as a Transformers model, None where there is none to compare with. Single requests are timed
+    on the first `single_prompts` prompts, batches on all of them.
+    """
+    single, k = list(prompts[:single_prompts]), num_draft_tokens
+    common: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": max_new_tokens}
+    traces: dict[str, DecodeTrace] = {}
+
+    def plain(batch: int, some: Sequence[list[int]], name: str) -> tuple[int, float]:
+        traces[name] = plain_decode(target, some, batch_size=batch, **common)
+        return _tokens_and_seconds(traces[name])
+
+    def spec(batch: int, some: Sequence[list[int]], name: str) -> tuple[int, float]:
+        traces[name] = speculative_decode(target, proposer, some, num_draft_tokens=k, batch_size=batch, **common)
+        return _tokens_and_seconds(traces[name])
+
+    sides: dict[str, Callable[[], tuple[int, float]]] = {
+        "generate": lambda: _generate(target, single, max_new_tokens),
+        "plain": lambda: plain(1, single, "plain"),
+        "speculative": lambda: spec(1, single, "speculative"),
+        "plain_batched": lambda: plain(batch_size, prompts, "plain_batched"),
+        "speculative_batched": lambda: spec(batch_size, prompts, "speculative_batched"),
+    }
+    if assistant is not None:
+        sides["assisted"] = lambda: _generate(target, single, max_new_tokens, assistant, k)
+    _generate(target, single[:1], 4)  # the first pass of a process allocates and compiles
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            tokens, seconds = run()
+            rates[name].append(tokens / seconds)
+    return {
+        "target": target.name,
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "num_draft_tokens": k,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "num_prompts": {"single": len(single), "batched": len(prompts)},
+        "tokens_per_step": tokens_per_step(traces["speculative"].requests),
+        "overhead_share": _overhead_share(traces["speculative"]),
+        "tokens_per_second": rates,
+        "median": {name: statistics.median(values) for name, values in rates.items()},
+        "ratio": {
+            what: statistics.median(a / b for a, b in zip(rates[ours], rates[theirs], strict=True))
+            for what, ours, theirs in PAIRS
+            if theirs in rates
+        },
+    }
+
+
+def bench_table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    lines = ["| comparison | tokens/s | against | tokens/s | ratio |", "|---|---:|---|---:|---:|"]
+    for what, ours, theirs in PAIRS:
+        if what in result["ratio"]:
+            left, right = result["median"][ours], result["median"][theirs]
+            lines.append(f"| {what} | {left:.1f} | {theirs} | {right:.1f} | {result['ratio'][what]:.2f}x |")
+    return "\n".join(lines) + "\n"
+
+
+def _generate(
+    target: TargetModel,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    assistant: PreTrainedModel | None = None,
+    num_draft_tokens: int = 0,
+) -> tuple[int, float]:
+    """(new tokens, seconds) of the stock generation, one request at a time."""
+    model: Any = target.model
+    extra: dict[str, Any] = {"assistant_model": assistant} if assistant is not None else {}
+    if assistant is not None:
+        assistant.generation_config.num_assistant_tokens = num_draft_tokens
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+    tokens, begun = 0, clock(target.device)
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=target.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(target.eos_token_ids) or None,
+            pad_token_id=0,
+            **extra,
+        )
+        tokens += int(out.shape[1]) - len(prompt)
+    return tokens, clock(target.device) - begun
+
+
+def _tokens_and_seconds(trace: DecodeTrace) -> tuple[int, float]:
+    return sum(len(request.output_ids) for request in trace.requests), trace.timings.total
+
+
+def _overhead_share(trace: DecodeTrace) -> float:
+    """The part of decoding time that is neither a target pass nor drafting."""
+    part = trace.timings
+    return max(0.0, 1 - (part.prefill + part.target + part.draft) / part.total)
