@@ -63,6 +63,12 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def judged_by_text(self) -> bool:
+        """Whether the text alone says which drafts were accepted: greedy drafts under the standard rule."""
+        one_hot = self.greedy or self.draft_sample_method == "greedy"
+        return one_hot and (self.greedy or self.rejection_sample_method == "standard")
+
+    @property
     def drafts(self) -> Sampling:
         """How probabilistic drafts are drawn: at the temperature alone, as both of vLLM's runners draw them.
 

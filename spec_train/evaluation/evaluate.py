@@ -27,7 +27,7 @@ from spec_train.speculators.base import Proposer, ResponseHits, Speculator
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.speculators.suffix import SuffixProposer
 from spec_train.target import TargetModel
-from spec_train.training.acceptance import position_average, renewal_counts
+from spec_train.training.acceptance import independent_length, position_average, renewal_counts, renewal_interval
 
 ESTIMATE_TOKENS = 4096  # positions in one teacher-forced pass
 
@@ -106,7 +106,7 @@ def evaluate(
     num_draft_tokens: int,
     *,
     target_name: str,
-    estimate: Callable[[int], dict[str, float]] | None = None,
+    estimate: Callable[[int], dict[str, Any]] | None = None,
     partial: Path | None = None,
 ) -> tuple[dict[str, Any], DecodeTrace]:
     """(the result of DESIGN's evaluation JSON, the trace it was computed from). `partial`: see `resumable_decode`."""
@@ -144,7 +144,7 @@ def evaluate(
         sampling=settings.sampling,
         lossless=compare_lossless(reference.trace.requests, trace.requests) if greedy else None,
         speed=speed,
-        estimate=estimate(num_draft_tokens) if estimate and greedy else None,
+        estimate=estimate(num_draft_tokens) if estimate else None,
         versions=package_versions(),
     )
     return result, trace
@@ -175,10 +175,11 @@ def _timed(
 
 def estimator(
     target: TargetModel, speculator: Speculator, reference: DecodeTrace, max_draft_tokens: int
-) -> Callable[[int], dict[str, float]]:
-    """The renewal estimate on the reference's own text, for any K up to `max_draft_tokens`.
+) -> Callable[[int], dict[str, Any]]:
+    """The renewal estimate on the reference's own text, for any K up to `max_draft_tokens`, for greedy drafts.
 
-    For a greedy chain it equals what decoding measures, to the last counted token.
+    At temperature 0 it equals what decoding measures, to the last counted token. On sampled text it has the expectation
+    of what decoding measures (`training/acceptance.py`), with an interval over the prompts.
     """
     documents = [
         Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
@@ -190,13 +191,15 @@ def estimator(
         filled = target.fill_features(batch, speculator.feature_spec, target.dtype)
         hits += speculator.draft_hits(filled, max_draft_tokens)
 
-    def estimate(num_draft_tokens: int) -> dict[str, float]:
+    def estimate(num_draft_tokens: int) -> dict[str, Any]:
         counts = renewal_counts(hits, num_draft_tokens)
         return {
             "renewal": counts.mean_acceptance_length,
             "renewal_steps": counts.steps,
             "renewal_accepted": counts.accepted,
+            "renewal_ci95": list(renewal_interval(hits, num_draft_tokens)),
             "position_average": position_average(hits, num_draft_tokens),
+            "independent": independent_length(hits, num_draft_tokens),
         }
 
     return estimate
@@ -258,7 +261,7 @@ def evaluate_suite(
             reference = reference or decode_reference(target, suite, settings, partial)
             suite = reference.suite
             proposer = contender.proposer
-            if isinstance(proposer, Speculator) and settings.sampling.greedy and estimate is None:
+            if isinstance(proposer, Speculator) and estimate is None and settings.sampling.judged_by_text:
                 estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
             partial = partial_path(trace_path(done)) if done else None
             result, trace = evaluate(
