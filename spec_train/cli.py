@@ -178,6 +178,8 @@ def evaluate(
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at a time in vLLM, e.g. 1 8 32 (default 1 8)")
     ] = None,
+    server: Annotated[str | None, typer.Option(metavar="URL", help="Measure this running vLLM instead")] = None,
+    baseline_server: Annotated[str | None, typer.Option(metavar="URL", help="One without the speculator")] = None,
 ) -> None:
     """Decode with the speculator and measure acceptance length, losslessness and speed."""
     given = {
@@ -195,7 +197,7 @@ def evaluate(
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if subject.endswith((".yaml", ".yml")):
-        if settings or target or suite or json_path or concurrency or backend != "torch":
+        if settings or target or suite or json_path or concurrency or server or baseline_server or backend != "torch":
             raise UserError(
                 "eval RECIPE takes its settings from the recipe; override them, e.g. eval.num_draft_tokens=[3,5]"
             )
@@ -217,6 +219,14 @@ def evaluate(
         raise UserError(f"--dtype must be one of float32, bfloat16, float16, got {dtype!r}")
     if backend not in ("torch", "vllm"):
         raise UserError(f"--backend must be torch or vllm, got {backend!r}")
+    if baseline_server and not server:
+        raise UserError("--baseline-server belongs to --server URL")
+    if server:
+        if num_draft_tokens or dtype or batch_size:
+            raise UserError("--num-draft-tokens and --dtype are the server's, its load is --concurrency: drop them")
+        served = {"url": server, "baseline_url": baseline_server, "concurrency": concurrency or [1, 8]}
+        _evaluate_server(subject, target, suite, {**settings, **served}, json_path)
+        return
     if backend == "torch" and concurrency:
         raise UserError("--concurrency is vLLM's: add --backend vllm, or use --batch-size")
     if backend == "vllm":
@@ -239,6 +249,25 @@ def _evaluate_in_vllm(subject: str, target: str, suite: str, settings: dict[str,
         _console().print(
             "eval: stock CPU builds of vLLM sample wrongly with speculation at temperature > 0; these runs used "
             "spec-train's repair of it, a server of that build does not"
+        )
+    if json_path is not None:
+        atomic_write_json(json_path, results)
+        _console().print(f"eval: results in {json_path}", markup=False)
+
+
+def _evaluate_server(subject: str, target: str, suite: str, settings: dict[str, Any], json_path: Path | None) -> None:
+    from spec_train.evaluation.load_report import load_table
+    from spec_train.evaluation.server import evaluate_server
+    from spec_train.manifest import atomic_write_json
+
+    _check_json_path(json_path)
+    results = evaluate_server(subject, target, suite, **{"temperature": [0.0], **settings})
+    _console().print(load_table(results, f"{subject} at {settings['url']}, {suite}"))
+    if any(result["others_tokens"] for result in results):
+        _console().print("eval: the server answered others meanwhile: its counters and these speeds are not ours alone")
+    if any(result["temperature"] > 0 for result in results):
+        _console().print(
+            "eval: a CPU build of vLLM samples wrongly with speculation at temperature > 0; a GPU is right"
         )
     if json_path is not None:
         atomic_write_json(json_path, results)
