@@ -222,8 +222,10 @@ def evaluate(
     if baseline_server and not server:
         raise UserError("--baseline-server belongs to --server URL")
     if server:
-        if num_draft_tokens or dtype or batch_size:
-            raise UserError("--num-draft-tokens and --dtype are the server's, its load is --concurrency: drop them")
+        if num_draft_tokens or dtype or batch_size or draft_sample_method or rejection_sample_method:
+            raise UserError(
+                "--server: drafts, their sampling and the dtype are the server's, its load is --concurrency"
+            )
         served = {"url": server, "baseline_url": baseline_server, "concurrency": concurrency or [1, 8]}
         _evaluate_server(subject, target, suite, {**settings, **served}, json_path)
         return

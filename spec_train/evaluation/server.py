@@ -217,10 +217,11 @@ def evaluate_server(
     concurrency: Sequence[int],
     max_prompts: int | None = None,
     max_new_tokens: int = 256,
-    seed: int = 0,
+    **sampling_options: Any,
 ) -> list[dict[str, Any]]:
     """One result for each temperature and load. `subject` (an export, ngram, suffix) only names what the server runs,
-    `target` gives the tokenizer. Raises UserError for bad input and where a server does not answer or count."""
+    `target` gives the tokenizer. Raises UserError for bad input and where a server does not answer or count.
+    `sampling_options`: further fields of Sampling."""
     from spec_train.data.chat import load_tokenizer
     from spec_train.speculators import recorded_prompt
 
@@ -229,7 +230,7 @@ def evaluate_server(
     prompt = {} if subject in BASELINES else recorded_prompt(Path(subject))
     rendered = render_suite(suite, load_tokenizer(target), prompt).first(max_prompts)
     return evaluate_served(
-        server, baseline, subject, rendered, [Sampling(temperature=value, seed=seed) for value in temperature],
+        server, baseline, subject, rendered, [Sampling(temperature=value, **sampling_options) for value in temperature],
         concurrency=concurrency, max_new_tokens=max_new_tokens,
     )  # fmt: skip
 

@@ -81,17 +81,18 @@ def evaluate_in_vllm(
     max_prompts: int | None = None,
     max_new_tokens: int = 256,
     dtype: str = "float32",
-    seed: int = 0,
+    **sampling_options: Any,
 ) -> list[dict[str, Any]]:
     """Evaluate an export, "ngram" or "suffix" on a suite in vLLM; one result for each temperature, K and load.
 
+    `sampling_options`: further fields of Sampling.
     Raises UserError for bad input and where vLLM is missing, RuntimeError where its process fails.
     """
     check_subject(subject)
     prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(Path(subject))).first(max_prompts)
     results = []
     for value in temperature:
-        sampling = Sampling(temperature=value, seed=seed)
+        sampling = Sampling(temperature=value, **sampling_options)
         results += evaluate_prompts(
             subject, local_folder(target).absolute(), prompts, sampling, num_draft_tokens=num_draft_tokens,
             concurrency=concurrency, max_new_tokens=max_new_tokens, dtype=dtype,
