@@ -167,6 +167,7 @@ def evaluate_checkpoint(
 
     from spec_train.data.chat import load_tokenizer
     from spec_train.decoding.sampling import Sampling
+    from spec_train.evaluation.costs import measure_costs
     from spec_train.evaluation.evaluate import (
         EvalSettings,
         evaluate_suite,
@@ -201,7 +202,8 @@ def evaluate_checkpoint(
     for sampling in samplings:
         settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
         results += evaluate_suite(model, [contender], prompts, settings, target_name=target)
-    return results
+    costs = measure_costs(model, contender.proposer, deepest=max(contender.num_draft_tokens))
+    return [{**result, "costs": costs} for result in results]
 
 
 def verify_export_dir(

@@ -228,6 +228,7 @@ class EvalSection(Section):
     speed_prompts: int = Field(default=4, ge=0)
     speed_new_tokens: PositiveInt | None = None
     speed_rounds: PositiveInt = 3
+    measure_costs: bool = True
 
     @model_validator(mode="after")
     def _ngram_range(self) -> Self:

@@ -10,10 +10,8 @@ from typing import Any
 
 from spec_train.errors import UserError
 from spec_train.evaluation.chains import Chain
-from spec_train.evaluation.costs import Costs
+from spec_train.evaluation.costs import COSTS_PREFIX, Costs
 from spec_train.evaluation.traces import read_trace, trace_path
-
-COSTS_PREFIX = "costs-"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ import torch
 
 from spec_train.batch import Features
 from spec_train.decoding.verify import verify_greedy
+from spec_train.manifest import atomic_write_json
 from spec_train.speculators.base import Committed, Proposer
 from spec_train.target import TargetModel, clock
 
 BATCH_SIZES = (1, 4, 8, 32)
+COSTS_PREFIX = "costs-"
 ROWS = (1, 2, 4, 6, 8)
 Point = tuple[int, int, float, float]  # batch size, rows or drafts, ms, half the interquartile range in ms
 
@@ -72,6 +75,13 @@ def measure_costs(
             )
         taken = time.monotonic() - begun
     return costs
+
+
+def write_costs(folder: Path, kind: str, costs: dict[str, Any]) -> Path:
+    """`costs-<type>.json`, where `spec-train advise` looks for the costs of a method."""
+    path = folder / f"{COSTS_PREFIX}{kind.replace(' ', '_')}.json"
+    atomic_write_json(path, {"type": kind, **costs})
+    return path
 
 
 def _timed(

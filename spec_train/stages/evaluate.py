@@ -10,6 +10,7 @@ from rich.console import Console
 
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
+from spec_train.evaluation.costs import measure_costs, write_costs
 from spec_train.evaluation.evaluate import (
     Contender,
     EvalSettings,
@@ -133,6 +134,9 @@ def evaluate(run: Run, force: bool) -> None:
                 )
                 results += [{**result, "overlap": seen} for result in found]
         write_results(stage.directory, results)
+        for contender in contenders if recipe.eval.measure_costs else ():
+            costs = measure_costs(target, contender.proposer, deepest=max(contender.num_draft_tokens))
+            write_costs(stage.directory, contender.kind, costs)
         names = dict.fromkeys(result_name(result) for result in results)
         return {"results": list(names)}, {"results": len(results)}
 
