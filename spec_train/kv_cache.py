@@ -71,8 +71,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def place(self, position_BS: Tensor, start: int | None, limit: int) -> None:
         """Say where the next forward pass writes. `start`: first slot if all rows write the same range, else None;
         `limit`: one more than the highest slot in use."""
-        if start is None and position_BS.shape[0] == 1:  # a single row always writes one range
-            start = limit - position_BS.shape[1]
+        if start is None and position_BS.shape[0] == 1 and int(position_BS[0, 0]) + position_BS.shape[1] == limit:
+            start = limit - position_BS.shape[1]  # a single row writes one range, unless padding shares a slot
         self._start, self._limit = start, limit
         rows = torch.arange(position_BS.shape[0], device=position_BS.device)[:, None]
         self._slots = None if start is not None else (rows, position_BS)
