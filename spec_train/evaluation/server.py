@@ -27,7 +27,8 @@ from typing import Any
 
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import RunFailure, UserError
-from spec_train.evaluation.evaluate import Suite, render_suite
+from spec_train.evaluation.evaluate import render_suite
+from spec_train.evaluation.turns import Suite
 from spec_train.evaluation.vllm_backend import BASELINES, names_of, time_summary
 from spec_train.manifest import package_versions
 from spec_train.progress import progress
