@@ -171,6 +171,9 @@ def evaluate(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Length limit of an answer (default 256)")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Requests decoded together (default 8)")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")] = None,
+    tree: Annotated[
+        list[str] | None, typer.Option(help="Trees beside the chains: depth,top_k,num_tokens or widths, 4,4,16 4x2x1")
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the results there")] = None,
     backend: Annotated[
         str, typer.Option(help="torch (our decoder) or vllm (its offline engine, of an export)")
@@ -194,6 +197,7 @@ def evaluate(
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "dtype": dtype,
+        "trees": tree,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if subject.endswith((".yaml", ".yml")):

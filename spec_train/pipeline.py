@@ -7,7 +7,7 @@ is skipped; one whose inputs disagree with what is on disk is refused; an interr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -158,23 +158,28 @@ def evaluate_checkpoint(
     speed_prompts: int = 4,
     speed_rounds: int = 3,
     seed: int = 0,
+    trees: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Evaluate a training checkpoint, an export, "ngram" or "suffix" on a suite, without a recipe.
 
-    Prompts are rendered as those were that the speculator was trained on, where that is on record.
+    Prompts are rendered as those were that the speculator was trained on, where that is on record. `trees`: see
+    `tree_draft.parse_tree`.
     """
     import torch
 
     from spec_train.data.chat import load_tokenizer
     from spec_train.decoding.sampling import Sampling
+    from spec_train.decoding.tree_draft import parse_tree
     from spec_train.evaluation.costs import measure_costs
     from spec_train.evaluation.evaluate import (
+        Contender,
         EvalSettings,
         evaluate_suite,
         ngram_contender,
         render_suite,
         speculator_contender,
         suffix_contender,
+        tree_contenders,
     )
     from spec_train.speculators import load_speculator, recorded_prompt
     from spec_train.speculators.suffix import SuffixProposer
@@ -187,21 +192,27 @@ def evaluate_checkpoint(
         Sampling(value, top_k, top_p, draft_sample_method, seed, min_p, rejection_sample_method)
         for value in temperature
     ]
+    shapes = [parse_tree(text) for text in trees]
+    if shapes and checkpoint in ("ngram", "suffix"):
+        raise UserError(f"--tree needs a speculator: {checkpoint} drafts chains only")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(path)).first(max_prompts)
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
+    planted: list[Contender] = []
     if checkpoint == "ngram":
         contender = ngram_contender(2, 4, num_draft_tokens)
     elif checkpoint == "suffix":
         contender = suffix_contender(SuffixProposer(), num_draft_tokens)
     else:
-        contender = speculator_contender(load_speculator(path, model), checkpoint, num_draft_tokens)
+        speculator = load_speculator(path, model)
+        contender = speculator_contender(speculator, checkpoint, num_draft_tokens)
+        planted = tree_contenders(speculator, checkpoint, shapes)
     if len(contender.num_draft_tokens) < len(num_draft_tokens):
         raise UserError(f"{checkpoint}: drafts at most {max(contender.num_draft_tokens, default=0)} tokens at a time")
     results = []
     for sampling in samplings:
         settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
-        results += evaluate_suite(model, [contender], prompts, settings, target_name=target)
+        results += evaluate_suite(model, [contender, *planted], prompts, settings, target_name=target)
     costs = measure_costs(model, contender.proposer, deepest=max(contender.num_draft_tokens))
     return [{**result, "costs": costs} for result in results]
 

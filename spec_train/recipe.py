@@ -198,6 +198,25 @@ class TrainSection(Section):
     seed: int | None = Field(default=None, ge=0, lt=2**32)
 
 
+class TreeSection(Section):
+    """A tree of drafts: `depth`, `top_k` and `num_tokens` (EAGLE-2), or the `widths` of a static tree, or its `paths`
+    of ranks."""
+
+    depth: PositiveInt | None = None
+    top_k: PositiveInt | None = None
+    num_tokens: PositiveInt | None = None
+    widths: list[PositiveInt] | None = Field(default=None, min_length=1)
+    paths: list[list[int]] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        dynamic = [value is not None for value in (self.depth, self.top_k, self.num_tokens)]
+        forms = [any(dynamic), self.widths is not None, self.paths is not None]
+        if sum(forms) != 1 or (any(dynamic) and not all(dynamic)):
+            raise ValueError("a tree takes depth, top_k and num_tokens together, or widths, or paths")
+        return self
+
+
 class EvalSection(Section):
     """What is measured by decoding. A suite is a bundled name or a JSONL path; `max_new_tokens` null means
     responses.max_new_tokens. `speed_prompts` of a suite are timed one request at a time, `speed_new_tokens` each (null:
@@ -225,10 +244,19 @@ class EvalSection(Section):
     suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
     suffix_decoding_max_spec_factor: NonNegative = 1.0
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)
+    trees: list[TreeSection] = []
     speed_prompts: int = Field(default=4, ge=0)
     speed_new_tokens: PositiveInt | None = None
     speed_rounds: PositiveInt = 3
     measure_costs: bool = True
+
+    @model_validator(mode="after")
+    def _judged_trees(self) -> Self:
+        if self.trees and self.rejection_sample_method == "block":
+            raise ValueError("trees are verified token by token; set rejection_sample_method=standard or trees=[]")
+        if self.draft_sample_method == "probabilistic" and any(tree.depth is not None for tree in self.trees):
+            raise ValueError("a tree of depth and top_k needs draft_sample_method=greedy; else give widths or paths")
+        return self
 
     @model_validator(mode="after")
     def _ngram_range(self) -> Self:

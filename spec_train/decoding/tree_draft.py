@@ -94,6 +94,15 @@ def static_tree(widths: Sequence[int] = (), paths: Sequence[Sequence[int]] = ())
     return TreeShape(len(listed[-1]), max(path[-1] for path in listed) + 1, len(listed), tuple(listed))
 
 
+def parse_tree(text: str) -> TreeShape:
+    """The tree of a command line: `4,4,16` (depth, top_k, num_tokens) or `4x2x1` (widths). Raises UserError."""
+    parts = text.split("x" if "x" in text else ",")
+    if not all(part.strip().isdecimal() for part in parts) or ("x" not in text and len(parts) != 3):
+        raise UserError(f"tree {text}: give depth,top_k,num_tokens such as 4,4,16, or widths such as 4x2x1")
+    numbers = [int(part) for part in parts]
+    return static_tree(numbers) if "x" in text else dynamic_tree(*numbers)
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """The tree of one request. Node 0 is the last committed token; parents stand before their children, and the

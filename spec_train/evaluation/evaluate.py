@@ -16,7 +16,11 @@ from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace, Timings
+from spec_train.decoding.tree import tree_decode
+from spec_train.decoding.tree_draft import TreeShape
+from spec_train.errors import UserError
 from spec_train.evaluation.metrics import batched_speed, compare_lossless, speed_summary, summarise, tokens_per_step
+from spec_train.evaluation.recall import top_k_recall
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.suites import load_suite
 from spec_train.evaluation.traces import partial_path, resumable_decode, trace_path, write_trace
@@ -48,13 +52,22 @@ class EvalSettings:
 @dataclass(frozen=True)
 class Contender:
     """A proposer to measure: `kind` our name of the method, `name` which one it is, `method` vLLM's name where that is
-    another."""
+    another. With `tree` it drafts trees of that shape, and `num_draft_tokens` is their depth."""
 
     kind: str
     name: str
     proposer: Proposer
     num_draft_tokens: tuple[int, ...]
     method: str = ""
+    tree: TreeShape | None = None
+
+    def decode(self, target: TargetModel, **arguments: Any) -> DecodeTrace:
+        """`speculative_decode`, or `tree_decode` for trees."""
+        if self.tree is None:
+            return speculative_decode(target, self.proposer, **arguments)
+        assert isinstance(self.proposer, Speculator)
+        del arguments["num_draft_tokens"]
+        return tree_decode(target, self.proposer, shape=self.tree, **arguments)
 
 
 @dataclass(frozen=True)
@@ -116,20 +129,21 @@ def evaluate(
         "max_new_tokens": settings.max_new_tokens,
     }
     total = len(suite.prompts) * settings.max_new_tokens
-    proposer = contender.proposer
-    proposer.reset()
-    with progress(f"{suite.name}: {contender.kind} K={num_draft_tokens}", total) as advance:
+    contender.proposer.reset()
+    who = f"K={num_draft_tokens}" + (f" {contender.tree.name}" if contender.tree else "")
+    with progress(f"{suite.name}: {contender.kind} {who}", total) as advance:
         trace = resumable_decode(
-            lambda chunk: speculative_decode(target, proposer, **suite.part(chunk), **common, on_progress=advance),
+            lambda chunk: contender.decode(target, **suite.part(chunk), **common, on_progress=advance),
             suite.prompts,
             settings.batch_size,
             num_draft_tokens,
-            partial=None if proposer.remembers else partial,  # half a run would not know the other half's outputs
-            settings=_settings_key(target, suite, settings, f"{contender.name} K={num_draft_tokens}"),
+            # Half a run of a proposer that remembers would not know the other half's outputs.
+            partial=None if contender.proposer.remembers else partial,
+            settings=_settings_key(target, suite, settings, f"{contender.name} {who}"),
             on_progress=advance,
         )
     greedy = settings.sampling.greedy
-    speed = _timed(target, proposer, suite, settings, num_draft_tokens) if settings.speed_prompts else None
+    speed = _timed(target, contender, suite, settings, num_draft_tokens) if settings.speed_prompts else None
     if speed is not None:
         speed["batched"] = batched_speed(reference.trace, trace)
     result = summarise(
@@ -147,11 +161,25 @@ def evaluate(
         estimate=estimate(num_draft_tokens) if estimate else None,
         versions=package_versions(),
     )
+    if contender.tree is not None:
+        assert isinstance(contender.proposer, Speculator)
+        result["tree"] = _tree_figures(contender.tree, trace)
+        result["recall_top_k"] = top_k_recall(target, contender.proposer, reference.trace.requests, num_draft_tokens)
     return result, trace
 
 
+def _tree_figures(tree: TreeShape, trace: DecodeTrace) -> dict[str, Any]:
+    """What a result says of its trees: their shape, and the drafts that a target pass held on average."""
+    nodes = [len(cycle.drafts) for request in trace.requests for cycle in request.cycles]
+    figures: dict[str, Any] = {"name": tree.name, "depth": tree.depth, "num_tokens": tree.num_tokens}
+    figures["mean_nodes"] = sum(nodes) / len(nodes) if nodes else 0.0
+    if tree.dynamic:
+        return {**figures, "top_k": tree.top_k}
+    return {**figures, "paths": [list(path) for path in tree.paths]}
+
+
 def _timed(
-    target: TargetModel, proposer: Proposer, suite: Suite, settings: EvalSettings, num_draft_tokens: int
+    target: TargetModel, contender: Contender, suite: Suite, settings: EvalSettings, num_draft_tokens: int
 ) -> dict[str, Any]:
     """The first prompts one request at a time, plain and speculative in turn: the "speed" block."""
     prompts = suite.prompts[: settings.speed_prompts]
@@ -165,8 +193,8 @@ def _timed(
         for _ in range(settings.speed_rounds):
             plain.append(plain_decode(target, prompts, **common))
             advance(1)
-            proposer.reset()
-            spec.append(speculative_decode(target, proposer, prompts, num_draft_tokens=num_draft_tokens, **common))
+            contender.proposer.reset()
+            spec.append(contender.decode(target, prompts=prompts, num_draft_tokens=num_draft_tokens, **common))
             advance(1)
     speed = speed_summary(plain, spec)
     speed["tokens_per_step"] = tokens_per_step([request for trace in spec for request in trace.requests])
@@ -227,6 +255,18 @@ def speculator_contender(
     )
 
 
+def tree_contenders(
+    speculator: Speculator, name: str, trees: Sequence[TreeShape], kind: str | None = None
+) -> list[Contender]:
+    """A speculator with trees of each shape. Raises UserError for one deeper than it drafts."""
+    deepest = speculator.max_draft_tokens
+    for tree in trees:
+        if deepest is not None and tree.depth > deepest:
+            raise UserError(f"{tree.name}: {name} drafts at most {deepest} tokens in a row; give a tree of that depth")
+    kind = kind or speculator.kind
+    return [Contender(kind, name, speculator, (tree.depth,), speculator.method, tree) for tree in trees]
+
+
 def evaluate_suite(
     target: TargetModel,
     contenders: Sequence[Contender],
@@ -252,6 +292,7 @@ def evaluate_suite(
                 "temperature": settings.sampling.temperature,
                 "draft_sample_method": settings.sampling.draft_sample_method,
                 "rejection_sample_method": settings.sampling.rejection_sample_method,
+                "tree": {"name": contender.tree.name} if contender.tree else None,
             }
             done = directory / result_name(key) if directory else None
             if done is not None and done.is_file():
@@ -261,7 +302,8 @@ def evaluate_suite(
             reference = reference or decode_reference(target, suite, settings, partial)
             suite = reference.suite
             proposer = contender.proposer
-            if isinstance(proposer, Speculator) and estimate is None and settings.sampling.judged_by_text:
+            wanted = estimate is None and contender.tree is None and settings.sampling.judged_by_text
+            if isinstance(proposer, Speculator) and wanted:
                 estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
             partial = partial_path(trace_path(done)) if done else None
             result, trace = evaluate(

@@ -69,10 +69,12 @@ def write_results(directory: Path, results: Sequence[dict[str, Any]]) -> list[Pa
 
 
 def result_name(result: dict[str, Any]) -> str:
-    """`<suite>-<type>-k<K>-t<T>[-probabilistic][-block].json`; a suite given as a path counts by its stem."""
+    """`<suite>-<type>-k<K>-t<T>[-probabilistic][-block][-<tree>].json`; a suite given as a path counts by its stem."""
     suite = Path(result["suite"]).stem
     drafts = "-probabilistic" if result["draft_sample_method"] == "probabilistic" else ""
     drafts += "-block" if result.get("rejection_sample_method") == "block" else ""  # older results do not name it
+    if result.get("tree"):
+        drafts += f"-{result['tree']['name']}"
     kind = result["type"].replace(" ", "_")
     return f"{suite}-{kind}-k{result['num_draft_tokens']}-t{result['temperature']:g}{drafts}.json"
 
@@ -97,7 +99,7 @@ def _row(result: dict[str, Any]) -> tuple[str, ...]:
     return (
         Path(result["suite"]).stem,
         result["type"],
-        ABSENT if plain else str(result["num_draft_tokens"]),
+        ABSENT if plain else f"{result['num_draft_tokens']}{_tree(result)}",
         f"{result['temperature']:g}",
         "1.00" if plain else f"{result['tokens_per_step']:.2f}",
         ABSENT if plain else f"{result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})",
@@ -107,6 +109,10 @@ def _row(result: dict[str, Any]) -> tuple[str, ...]:
         f"{speed['tokens_per_second']:.1f}" if speed else ABSENT,
         f"{speed['speedup']:.2f}x" if speed else ABSENT,
     )
+
+
+def _tree(result: dict[str, Any]) -> str:
+    return f" {result['tree']['name']}" if result.get("tree") else ""
 
 
 def _plain_row(result: dict[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.tree_draft import TreeShape, dynamic_tree, static_tree
 from spec_train.errors import UserError
 from spec_train.evaluation.costs import measure_costs, write_costs
 from spec_train.evaluation.evaluate import (
@@ -19,11 +20,13 @@ from spec_train.evaluation.evaluate import (
     render_suite,
     speculator_contender,
     suffix_contender,
+    tree_contenders,
 )
 from spec_train.evaluation.overlap import overlap_warning, overlap_with_run
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.turns import Suite
 from spec_train.manifest import Stage, read_manifest
+from spec_train.recipe import TreeSection
 from spec_train.run import Run
 from spec_train.speculators import load_speculator
 from spec_train.speculators.suffix import SuffixProposer
@@ -94,7 +97,14 @@ def contenders_of(run: Run, target: TargetModel) -> list[Contender]:
     if run.recipe.speculator.start_is_baseline() or "untrained" in section.baselines:
         contenders.append(start_contender(run, target, section.num_draft_tokens))
     trained = load_speculator(checkpoint, target)
-    return [*contenders, speculator_contender(trained, str(checkpoint), section.num_draft_tokens)]
+    contenders.append(speculator_contender(trained, str(checkpoint), section.num_draft_tokens))
+    return [*contenders, *tree_contenders(trained, str(checkpoint), [_shape(tree) for tree in section.trees])]
+
+
+def _shape(tree: TreeSection) -> TreeShape:
+    if tree.depth is not None and tree.top_k is not None and tree.num_tokens is not None:
+        return dynamic_tree(tree.depth, tree.top_k, tree.num_tokens)
+    return static_tree(tree.widths or (), tree.paths or ())
 
 
 def start_contender(run: Run, target: TargetModel, num_draft_tokens: Sequence[int]) -> Contender:
