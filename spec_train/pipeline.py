@@ -181,6 +181,7 @@ def evaluate_checkpoint(
         suffix_contender,
         tree_contenders,
     )
+    from spec_train.evaluation.overlap import overlap_warning, overlap_with_run, prompts_stage_of
     from spec_train.speculators import load_speculator, recorded_prompt
     from spec_train.speculators.suffix import SuffixProposer
     from spec_train.target import TargetModel
@@ -197,6 +198,9 @@ def evaluate_checkpoint(
         raise UserError(f"--tree needs a speculator: {checkpoint} drafts chains only")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(path)).first(max_prompts)
+    seen = overlap_with_run(prompts, prompts_stage_of(path))
+    if warning := overlap_warning(suite, seen):
+        Console(stderr=True).print(f"eval: {warning}", style="yellow", markup=False, soft_wrap=True)
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
     planted: list[Contender] = []
     if checkpoint == "ngram":
@@ -214,7 +218,7 @@ def evaluate_checkpoint(
         settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
         results += evaluate_suite(model, [contender, *planted], prompts, settings, target_name=target)
     costs = measure_costs(model, contender.proposer, deepest=max(contender.num_draft_tokens))
-    return [{**result, "costs": costs} for result in results]
+    return [{**result, "costs": costs, "overlap": seen} for result in results]
 
 
 def verify_export_dir(

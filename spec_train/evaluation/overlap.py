@@ -73,6 +73,14 @@ def overlap_with_run(suite: Suite, prompts_stage: Path) -> dict[str, Any] | None
     return overlap(ids, asked, training)
 
 
+def prompts_stage_of(checkpoint: Path) -> Path:
+    """The prompts stage of the run that a checkpoint or export lies in; a folder that does not exist where there is
+    none (its prompts were shared by run.data_dir, or it was moved)."""
+    runs = [folder for folder in checkpoint.resolve().parents if (folder / "recipe.yaml").is_file()]
+    found = [run / "prompts" for run in runs if (run / "prompts" / "manifest.json").is_file()]
+    return found[0] if found else checkpoint / "prompts"
+
+
 def overlap_warning(suite: str, found: dict[str, Any] | None) -> str | None:
     """One line for the user where training has seen prompts of the suite, else None."""
     if found is None or not found["ids"]:

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from spec_train.data.prompts import Conversation, write_conversations
-from spec_train.evaluation.overlap import overlap, overlap_warning, overlap_with_run
+from spec_train.evaluation.overlap import overlap, overlap_warning, overlap_with_run, prompts_stage_of
 from spec_train.evaluation.turns import Suite
 
 APPLES = "Anna has twelve apples and gives a third of them to her brother. How many apples does she keep?"
@@ -76,3 +76,13 @@ def test_suite_and_held_out_against_a_run(tmp_path: Path) -> None:
     assert overlap_with_run(suite, tmp_path) == {"checked": 2, "exact": 1, "near": 0, "ids": ["a"]}
     held_out = Suite("held_out", [], [], [])
     assert overlap_with_run(held_out, tmp_path) == {"checked": 2, "exact": 1, "near": 0, "ids": ["i"]}
+
+
+def test_checkpoint_finds_the_prompts_of_its_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "train" / "step-3"
+    checkpoint.mkdir(parents=True)
+    assert not prompts_stage_of(checkpoint).exists()
+    (tmp_path / "run" / "recipe.yaml").write_text("")
+    (tmp_path / "run" / "prompts").mkdir()
+    (tmp_path / "run" / "prompts" / "manifest.json").write_text("{}")
+    assert prompts_stage_of(checkpoint) == tmp_path / "run" / "prompts"
