@@ -44,6 +44,8 @@ optimizer.step()
 accumulation = accelerator.gradient_accumulation_steps
 figures = (accelerator.process_index, accelerator.num_processes, accumulation)
 sys.stdout.write("STEPPED " + " ".join(map(str, figures)) + chr(10))  # one write: ranks share the pipe
+sys.stdout.flush()
+accelerator.end_training()  # a process group left open may abort the interpreter's exit
 """
 
 
