@@ -30,7 +30,7 @@ RECIPE_ONLY = (
 )
 
 STEP = """
-import sys, torch
+import os, sys, torch
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=sys.argv[1] == "cpu" or None, gradient_accumulation_steps=3)
 model = torch.nn.Linear(2, 2)
@@ -45,7 +45,9 @@ accumulation = accelerator.gradient_accumulation_steps
 figures = (accelerator.process_index, accelerator.num_processes, accumulation)
 sys.stdout.write("STEPPED " + " ".join(map(str, figures)) + chr(10))  # one write: ranks share the pipe
 sys.stdout.flush()
-accelerator.end_training()  # a process group left open may abort the interpreter's exit
+accelerator.wait_for_everyone()
+accelerator.end_training()
+os._exit(0)  # Gloo's threads now and then abort the interpreter's own teardown, long after the step that counts here
 """
 
 
