@@ -100,20 +100,35 @@ def speculative_decode(
     """
     if num_draft_tokens < 1:
         raise UserError(f"num_draft_tokens is {num_draft_tokens}: give at least 1")
+
+    def start(members: list[RequestTrace], places: Sequence[int], timings: Timings) -> _Round:
+        return _Round(target, proposer, members, places, num_draft_tokens, sampling, max_new_tokens, timings)
+
     requests = _requests(prompts, ids, categories)
+    timings = decode_batches(requests, start, target, batch_size, indices, on_progress)
+    return DecodeTrace(requests, timings, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
+
+
+def decode_batches(
+    requests: list[RequestTrace],
+    start: Callable[[list[RequestTrace], Sequence[int], Timings], _Round],
+    target: TargetModel,
+    batch_size: int,
+    indices: Sequence[int] | None,
+    on_progress: Progress | None,
+) -> Timings:
+    """Decode `requests` in place, batch by batch, each from `start(members, their places in the run, timings)`."""
     timings = Timings()
     started = clock(target.device)
-    for chunk in batches_of(prompts, batch_size):
+    for chunk in batches_of([request.prompt_ids for request in requests], batch_size):
         places = [indices[i] for i in chunk] if indices else chunk
-        batch = _Round(
-            target, proposer, [requests[i] for i in chunk], places, num_draft_tokens, sampling, max_new_tokens, timings
-        )
+        batch = start([requests[i] for i in chunk], places, timings)
         while batch.rows:
             emitted = batch.advance()
             if on_progress:
                 on_progress(emitted)
     timings.total = clock(target.device) - started
-    return DecodeTrace(requests, timings, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
+    return timings
 
 
 @dataclass

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from spec_train.batch import Features
-from spec_train.decoding.engine import Progress, _requests, _Round, batches_of
+from spec_train.decoding.engine import Progress, _requests, _Round, decode_batches
 from spec_train.decoding.sampling import Sampling, draw_at, target_probs
-from spec_train.decoding.trace import Cycle, DecodeTrace, Timings
+from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.decoding.tree_draft import TokenTree, TreeShape, draft_trees
 from spec_train.decoding.verify import accept_probability, residual_law
 from spec_train.errors import UserError
@@ -136,20 +136,15 @@ def tree_decode(
             "a dynamic tree takes draft_sample_method greedy: choosing among sampled drafts by their probability would "
             "bias the text; give greedy, or a static tree (widths or paths)"
         )
-    requests = _requests(prompts, ids, categories)
-    timings = Timings()
-    started = clock(target.device)
-    for chunk in batches_of(prompts, batch_size):
-        places = [indices[i] for i in chunk] if indices else chunk
-        members = [requests[i] for i in chunk]
+
+    def start(members: list[RequestTrace], places: Sequence[int], timings: Timings) -> _TreeRound:
         # `max_nodes` in place of K: the cache has room for every node.
         batch = _TreeRound(target, speculator, members, places, shape.max_nodes, sampling, max_new_tokens, timings)
         batch.speculator, batch.shape = speculator, shape
-        while batch.rows:
-            emitted = batch.advance()
-            if on_progress:
-                on_progress(emitted)
-    timings.total = clock(target.device) - started
+        return batch
+
+    requests = _requests(prompts, ids, categories)
+    timings = decode_batches(requests, start, target, batch_size, indices, on_progress)
     return DecodeTrace(requests, timings, num_draft_tokens=shape.depth, batch_size=batch_size)
 
 

@@ -17,12 +17,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace
-
-BOOTSTRAP_RESAMPLES = 2000
+from spec_train.training.acceptance import ratio_interval
 
 
 def summarise(
@@ -117,35 +115,24 @@ def vllm_counters(trace: DecodeTrace) -> dict[str, Any]:
 
 
 def acceptance_interval(requests: Sequence[RequestTrace], seed: int = 0) -> tuple[float, float]:
-    """95% bootstrap interval of the acceptance length over prompts, sums over sums in every resample.
-
-    Rounds of one prompt resemble each other, so prompts are drawn and not rounds. The seed is fixed: the same trace
-    gives the same interval.
-    """
-    kept = np.array([sum(cycle.kept for cycle in drafted_rounds([request])) for request in requests], dtype=np.int64)
-    steps = np.array([len(drafted_rounds([request])) for request in requests], dtype=np.int64)
+    """95% bootstrap interval of the acceptance length over prompts, see `ratio_interval`."""
+    rounds = [drafted_rounds([request]) for request in requests]
+    steps = np.array([len(cycles) for cycles in rounds], dtype=np.int64)
     if steps.sum() == 0:
         return 1.0, 1.0
-    picks = np.random.default_rng(seed).integers(0, len(requests), size=(BOOTSTRAP_RESAMPLES, len(requests)))
-    kept_R: npt.NDArray[np.int64] = kept[picks].sum(axis=1)
-    steps_R: npt.NDArray[np.int64] = steps[picks].sum(axis=1)
-    lengths = 1 + kept_R[steps_R > 0] / steps_R[steps_R > 0]
-    low, high = np.quantile(lengths, [0.025, 0.975])
-    return float(low), float(high)
+    kept = np.array([sum(cycle.kept for cycle in cycles) for cycles in rounds], dtype=np.int64)
+    low, high = ratio_interval(kept, steps, seed)
+    return 1 + float(low), 1 + float(high)
 
 
 def position_intervals(requests: Sequence[RequestTrace], positions: int, seed: int = 0) -> list[list[float]]:
-    """95% bootstrap intervals [low, high] of the acceptance rate at each position, over prompts as in
-    `acceptance_interval`."""
+    """95% bootstrap intervals [low, high] of the acceptance rate at each position, over prompts."""
     rounds = [drafted_rounds([request]) for request in requests]
     steps = np.array([len(cycles) for cycles in rounds], dtype=np.int64)
     if steps.sum() == 0:
         return [[0.0, 0.0] for _ in range(positions)]
     survivors_RK = np.array([_survivors((c.kept for c in cycles), positions) for cycles in rounds], dtype=np.int64)
-    picks = np.random.default_rng(seed).integers(0, len(rounds), size=(BOOTSTRAP_RESAMPLES, len(rounds)))
-    steps_S = steps[picks].sum(axis=1)
-    rates_SK = survivors_RK[picks].sum(axis=1)[steps_S > 0] / steps_S[steps_S > 0, None]
-    low_K, high_K = np.quantile(rates_SK, [0.025, 0.975], axis=0)
+    low_K, high_K = ratio_interval(survivors_RK, steps, seed)
     return [[float(low), float(high)] for low, high in zip(low_K, high_K, strict=True)]
 
 

@@ -28,7 +28,7 @@ from spec_train.evaluation.turns import Suite
 from spec_train.manifest import package_versions
 from spec_train.serving import contract
 from spec_train.serving.export import read_export
-from spec_train.serving.processes import TIMEOUT_S, VLLM_ENVIRONMENT, needed_positions, run_worker
+from spec_train.serving.processes import TIMEOUT_S, VLLM_ENVIRONMENT, engine_arguments, needed_positions, run_worker
 from spec_train.serving.verify import check_input, local_folder, served_folder, stop_token_ids
 from spec_train.speculators import recorded_prompt
 
@@ -203,19 +203,7 @@ def run_engines(
     deepest = max(num_draft_tokens)
     check_input(target_dir, suite.prompts, max_new_tokens, deepest)
     length = needed_positions(suite.prompts, max_new_tokens, deepest)
-    common = {
-        "model": str(target_dir),
-        "dtype": dtype,
-        "max_model_len": length,
-        "max_num_seqs": max(concurrency),
-        "max_num_batched_tokens": max(2048, length),
-        "enable_prefix_caching": False,
-        "async_scheduling": False,  # the scheduler sees drafts only where it waits for them
-        "disable_log_stats": False,
-        "generation_config": "vllm",  # no sampling defaults of the target
-        "skip_tokenizer_init": True,
-        "seed": sampling.seed,
-    }
+    common = engine_arguments(str(target_dir), length, max(concurrency), dtype, sampling.seed)
     loads, told = list(concurrency), {"per_request_spec_decode_metrics": "summary"}
     with ExitStack() as folders:
         engines: list[dict[str, Any]] = [{"arguments": common, "loads": loads}]

@@ -85,6 +85,25 @@ def run_worker(module: str, job: dict[str, Any], environment: dict[str, str], ti
         return result
 
 
+def engine_arguments(
+    model: str, length: int, max_num_seqs: int, dtype: str = "float32", seed: int = 0
+) -> dict[str, Any]:
+    """What every engine is started with whose rounds are to be compared with ours. `length`: see `needed_positions`."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(2048, length),
+        "enable_prefix_caching": False,
+        "async_scheduling": False,  # the scheduler sees drafts only where it waits for them
+        "disable_log_stats": False,
+        "generation_config": "vllm",  # no sampling defaults of the target
+        "skip_tokenizer_init": True,
+        "seed": seed,
+    }
+
+
 def run_vllm(
     model: str,
     speculations: list[dict[str, Any]],
@@ -101,20 +120,7 @@ def run_vllm(
     the plain format, {"model": ...} for the speculators format.
     """
     length = needed_positions(prompts, max_new_tokens, max_draft_tokens)
-    engine = {
-        "model": model,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": length,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": max(2048, length),
-        "enable_prefix_caching": False,
-        "async_scheduling": False,  # the scheduler sees drafts only where it waits for them
-        "disable_log_stats": False,
-        "generation_config": "vllm",  # no sampling defaults of the target
-        "skip_tokenizer_init": True,
-        "seed": 0,
-    }
+    engine = {**engine_arguments(model, length, MAX_NUM_SEQS), "enforce_eager": True}
     job = {
         "engines": [{**engine, **speculation} for speculation in speculations],
         "prompts": prompts,

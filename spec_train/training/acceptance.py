@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from spec_train.speculators.base import ResponseHits
 
-RESAMPLES = 2000
+BOOTSTRAP_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,31 @@ def position_average(responses: Iterable[ResponseHits], num_draft_tokens: int) -
     return 1.0 + total / positions if positions else 1.0
 
 
-def renewal_interval(responses: Sequence[ResponseHits], num_draft_tokens: int, seed: int = 0) -> tuple[float, float]:
-    """95% bootstrap interval of the renewal estimate over responses, sums over sums in every resample; (1, 1) where
-    nothing was drafted."""
+def ratio_interval(
+    part_R: npt.NDArray[np.int64], whole_R: npt.NDArray[np.int64], seed: int = 0
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """95% bootstrap bounds (low, high) of sum(part) / sum(whole) over R responses; columns of `part_R` [R, ...] are
+    judged on the same resamples. `whole_R` must not be all 0.
+
+    Rounds of one response resemble each other, so responses are drawn and not rounds. The seed is fixed: the same
+    counts give the same bounds.
+    """
+    picks = np.random.default_rng(seed).integers(0, len(whole_R), size=(BOOTSTRAP_RESAMPLES, len(whole_R)))
+    whole_S = whole_R[picks].sum(axis=1)
+    part_S = part_R[picks].sum(axis=1)[whole_S > 0]
+    ratios_S = part_S / whole_S[whole_S > 0].reshape(-1, *[1] * (part_S.ndim - 1))
+    low, high = np.quantile(ratios_S, [0.025, 0.975], axis=0)
+    return low, high
+
+
+def renewal_interval(responses: Sequence[ResponseHits], num_draft_tokens: int) -> tuple[float, float]:
+    """95% bootstrap interval of the renewal estimate over responses; (1, 1) where nothing was drafted."""
     counts = [renewal_counts([response], num_draft_tokens) for response in responses]
-    accepted, steps = np.array([c.accepted for c in counts]), np.array([c.steps for c in counts])
+    steps = np.array([c.steps for c in counts], dtype=np.int64)
     if steps.sum() == 0:
         return 1.0, 1.0
-    picks = np.random.default_rng(seed).integers(0, len(counts), size=(RESAMPLES, len(counts)))
-    steps_S = steps[picks].sum(axis=1)
-    lengths_S = 1 + accepted[picks].sum(axis=1)[steps_S > 0] / steps_S[steps_S > 0]
-    low, high = np.quantile(lengths_S, [0.025, 0.975])
-    return float(low), float(high)
+    low, high = ratio_interval(np.array([c.accepted for c in counts], dtype=np.int64), steps)
+    return 1 + float(low), 1 + float(high)
 
 
 def independent_length(responses: Iterable[ResponseHits], num_draft_tokens: int) -> float:
