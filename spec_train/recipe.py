@@ -214,6 +214,12 @@ class TreeSection(Section):
         forms = [any(dynamic), self.widths is not None, self.paths is not None]
         if sum(forms) != 1 or (any(dynamic) and not all(dynamic)):
             raise ValueError("a tree takes depth, top_k and num_tokens together, or widths, or paths")
+        if self.depth and self.top_k and self.num_tokens:
+            most = self.top_k + (self.depth - 1) * self.top_k**2
+            if not self.depth <= self.num_tokens <= most:
+                raise ValueError(
+                    f"num_tokens must be from depth, {self.depth}, to {most}, all that such a tree can have"
+                )
         return self
 
 

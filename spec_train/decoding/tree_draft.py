@@ -7,6 +7,15 @@ value of a node is the product of the draft's probabilities (its softmax, no fil
     rerank   of all nodes the `num_tokens` of highest value stay; a parent is worth no less than its child and is taken
              first where they tie, so what stays is a tree
 
+The paper's rule may leave out the end of the greedy chain, or its middle where `top_k` other nodes are worth more, and
+then a tree can accept less than the chain of its depth. Here the chain's nodes are among the expanded and the kept ones
+whatever they are worth, in the place of the least worthy others, so from one state a tree accepts no less than the
+chain at temperature 0. Written r(t) for where a round that starts at t leads, r_tree(t) >= r_chain(t). Where a draft
+depends on the text alone (a draft model), r_chain(t) is the place after the first wrong draft, at most t + depth + 1,
+and never falls with t; by induction the tree's i-th round starts no earlier than the chain's and a request takes no
+more rounds. A head also reads states that depend on where its round began; r_chain may then fall, and for a whole text
+nothing follows.
+
 Static (Cai et al. 2024, "Medusa", arXiv 2401.10774). The tree is given beforehand as paths of ranks: (0, 2) is the
 third likeliest token after the likeliest one. `widths` (s_1, s_2, ...) means all their products. Heads that do not
 read the tokens before them give every node of a depth the same children; others are asked node by node. Under sampling
@@ -18,6 +27,7 @@ Shape legend: see `speculators/base.py`; further N nodes of a tree, root include
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +72,14 @@ class TreeShape:
 
 
 def dynamic_tree(depth: int, top_k: int, num_tokens: int) -> TreeShape:
-    """An EAGLE-2 tree. Raises UserError for a value below 1 or more tokens than such a tree can have."""
+    """An EAGLE-2 tree. Raises UserError for a value below 1, and for fewer tokens than its chain has or more than such
+    a tree can have."""
     if min(depth, top_k, num_tokens) < 1:
         raise UserError(f"tree {depth},{top_k},{num_tokens}: depth, top_k and num_tokens must be at least 1")
+    if num_tokens < depth:
+        raise UserError(
+            f"tree {depth},{top_k},{num_tokens}: it holds the chain of its depth; give num_tokens of {depth} or more"
+        )
     possible = top_k + (depth - 1) * top_k * top_k
     if num_tokens > possible:
         raise UserError(
@@ -163,30 +178,41 @@ def _dynamic(speculator: Speculator, state: Any, roots: list[int], shape: TreeSh
     node_BF = torch.zeros(rows, 1, dtype=torch.long, device=logits_RD.device)
     tokens: list[Tensor] = []
     parents: list[Tensor] = []
-    values: list[Tensor] = []
+    ranks: list[Tensor] = []  # values, the chain's above all
     for depth in range(shape.depth):
         frontier, top_k = node_BF.shape[1], min(shape.top_k, logits_RD.shape[-1])
-        step_RC, index_RC = logits_RD.float().log_softmax(-1).topk(top_k, dim=-1)
+        index_RC = likeliest(logits_RD, top_k)
+        step_RC = logits_RD.gather(1, index_RC).float() - logits_RD.float().logsumexp(-1, keepdim=True)
         token_BN = speculator.target_ids(index_RC).view(rows, frontier * top_k)
         value_BN = (value_BF[:, :, None] + step_RC.view(rows, frontier, top_k)).flatten(1)
+        # The chain's node comes first at every depth: the likeliest child of the first node expanded.
+        rank_BN = value_BN.clone()
+        rank_BN[:, 0] = math.inf
         first = 1 + sum(part.shape[1] for part in tokens)  # the index of this depth's first node
         tokens.append(token_BN)
-        values.append(value_BN)
+        ranks.append(rank_BN)
         parents.append(node_BF.repeat_interleave(top_k, dim=1))
         if depth + 1 == shape.depth:
             break
-        value_BF, chosen_BF = value_BN.topk(min(shape.top_k, value_BN.shape[1]), dim=1)
-        node_BF = first + chosen_BF
+        chosen_BF = rank_BN.topk(min(shape.top_k, rank_BN.shape[1]), dim=1).indices
+        value_BF, node_BF = value_BN.gather(1, chosen_BF), first + chosen_BF
         row_B1 = torch.arange(rows, device=chosen_BF.device)[:, None]
         draft = speculator.branch(draft, (row_B1 * frontier + chosen_BF // top_k).flatten())
         logits_RD = speculator.next_logits(draft, token_BN.gather(1, chosen_BF).flatten(), depth + 1)
     # Stable: nodes are listed by depth, so a parent comes before a child of the same value.
-    order_BN = torch.cat(values, 1).sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    order_BN = torch.cat(ranks, 1).sort(dim=1, descending=True, stable=True).indices[:, :kept]
     token_lists, parent_lists = torch.cat(tokens, 1).tolist(), torch.cat(parents, 1).tolist()
     return [
         TokenTree([root, *token], [-1, *parent]).keep([0, *sorted(1 + node for node in order)])
         for root, token, parent, order in zip(roots, token_lists, parent_lists, order_BN.tolist(), strict=True)
     ]
+
+
+def likeliest(logits_RD: Tensor, count: int) -> Tensor:
+    """int64 [R, count]: the indices of the largest logits in descending order, the argmax first as a chain picks it
+    (`topk` leaves the order of equals open)."""
+    best_R1 = logits_RD.argmax(-1, keepdim=True)
+    return logits_RD.scatter(1, best_R1, math.inf).topk(count, dim=-1).indices
 
 
 def _static(
@@ -208,7 +234,7 @@ def _static(
         here = [path for path in shape.paths if len(path) == depth + 1]
         width = max(path[-1] for path in here) + 1
         if draws is None:
-            index_RC = logits_RD.topk(min(width, logits_RD.shape[-1]), dim=-1).indices
+            index_RC = likeliest(logits_RD, min(width, logits_RD.shape[-1]))
             there_RC = torch.ones_like(index_RC, dtype=torch.bool)
         else:
             law_RD = target_probs(logits_RD, sampling)

@@ -10,7 +10,7 @@ from spec_train.batch import FeatureSpec
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.decoding.tree import follow_greedy, follow_sampled, sampled_path, stack_trees, tree_decode
-from spec_train.decoding.tree_draft import TokenTree, draft_trees, dynamic_tree, static_tree
+from spec_train.decoding.tree_draft import TokenTree, draft_trees, dynamic_tree, likeliest, static_tree
 from spec_train.errors import UserError
 from spec_train.evaluation.metrics import compare_lossless
 from spec_train.speculators.draft_lm import DraftLM
@@ -38,6 +38,17 @@ def noisy_draft(target, noise=0.1):
     for parameter in draft.body.layers.parameters():
         parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
     return draft
+
+
+def fresh_head(target, kind):
+    """An untrained head that may propose every second token."""
+    ids = torch.arange(0, 320, 2)
+    if kind == "eagle3":
+        options = Eagle3Options(type="eagle3", aux_layer_ids=[1, 2, 4])
+        head = Eagle3.from_target(eagle3_config(options, target, len(ids)), target, ids, options.init, seed=0)
+    else:
+        head = Medusa.from_recipe(MedusaOptions(type="medusa"), target, ids, seed=0)
+    return head.eval().requires_grad_(False)
 
 
 # ------------------------------------------------------------------ one pass over a tree
@@ -115,13 +126,8 @@ def test_greedy_text_is_the_targets_own(targets, kind, shape):
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_heads_decode_the_targets_text(targets, kind):
-    target, ids = targets["llama"], torch.arange(0, 320, 2)
-    if kind == "eagle3":
-        options = Eagle3Options(type="eagle3", aux_layer_ids=[1, 2, 4])
-        head = Eagle3.from_target(eagle3_config(options, target, len(ids)), target, ids, options.init, seed=0)
-    else:
-        head = Medusa.from_recipe(MedusaOptions(type="medusa"), target, ids, seed=0)
-    head = head.eval().requires_grad_(False)
+    target = targets["llama"]
+    head = fresh_head(target, kind)
     plain = plain_decode(target, PROMPTS, sampling=GREEDY, max_new_tokens=16, batch_size=4)
     for shape in (dynamic_tree(3, 4, 10), static_tree([3, 2, 2])):
         trace = tree_decode(target, head, PROMPTS, shape=shape, sampling=GREEDY, max_new_tokens=16, batch_size=2)
@@ -145,20 +151,57 @@ def test_a_tree_accepts_more_than_the_chain(targets):
         assert acceptance(tree_decode(target, draft, PROMPTS, shape=shape, **common)) > acceptance(chain)
 
 
-def test_from_one_state_a_tree_that_holds_the_chain_accepts_no_less(targets):
-    target = targets["llama"]
-    draft, shape = noisy_draft(target, 0.2), static_tree([3, 2, 1])
-    trace = speculative_decode(target, draft, PROMPTS[:2], num_draft_tokens=3, sampling=GREEDY, max_new_tokens=24)
-    more = 0
-    for request in trace.requests[:2]:
+@pytest.mark.parametrize("kind", ["draft_lm", "eagle3", "medusa"])
+def test_every_dynamic_tree_holds_the_chain(targets, kind):
+    """From the state of each round of a chain: the chain's drafts are a path of the tree, so it accepts no less. The
+    smallest trees have no room for anything else."""
+    target, depth = targets["llama"], 3
+    draft = noisy_draft(target, 0.2) if kind == "draft_lm" else fresh_head(target, kind)
+    trace = speculative_decode(target, draft, PROMPTS, num_draft_tokens=depth, sampling=GREEDY, max_new_tokens=14)
+    states, rounds = [], []
+    for request in trace.requests:
         known = [*request.prompt_ids, request.output_ids[0]]
-        for cycle in request.cycles:
-            fresh = tree_decode(target, draft, [known[:-1]], shape=shape, sampling=GREEDY, max_new_tokens=5)
-            accepted = fresh.requests[0].cycles[0].accepted
-            assert accepted >= cycle.accepted
-            more += accepted > cycle.accepted
-            known += request.output_ids[len(known) - len(request.prompt_ids) :][: cycle.emitted]
-    assert more > 0
+        for cycle in request.cycles[:-1]:  # the limit on the length may cut the last
+            states.append(known)
+            rounds.append(cycle)
+            known = [*known, *request.output_ids[len(known) - len(request.prompt_ids) :][: cycle.emitted]]
+    # A head reads the target's states of the prompt, and those of a later round are the same: the text is committed.
+    for shape in (dynamic_tree(depth, 2, depth), dynamic_tree(depth, 3, 5), dynamic_tree(depth, 4, 16)):
+        trees = tree_decode(
+            target,
+            draft,
+            [known[:-1] for known in states],
+            shape=shape,
+            sampling=GREEDY,
+            max_new_tokens=depth + 3,
+            batch_size=16,
+        )
+        for cycle, known, request in zip(rounds, states, trees.requests, strict=True):
+            assert request.output_ids[0] == known[-1]
+            first, node = request.cycles[0], -1
+            for token in cycle.drafts:
+                children = [n for n, parent in enumerate(first.parents) if parent == node]
+                node = next(n for n in children if first.drafts[n] == token)
+            assert first.accepted >= cycle.accepted
+
+
+def test_with_a_draft_model_a_tree_takes_no_more_rounds_than_the_chain(targets):
+    """A draft model's rounds from any two places agree on what it drafts right, so from the first round on the tree is
+    never behind (see `tree_draft`), whatever its size."""
+    target = targets["llama"]
+    draft, common = noisy_draft(target, 0.2), {"sampling": GREEDY, "max_new_tokens": 40, "batch_size": 4}
+    chain = speculative_decode(target, draft, PROMPTS, num_draft_tokens=4, **common)
+    for shape in (dynamic_tree(4, 4, 4), dynamic_tree(4, 4, 6), dynamic_tree(4, 3, 12)):
+        trees = tree_decode(target, draft, PROMPTS, shape=shape, **common)
+        for one, other in zip(chain.requests, trees.requests, strict=True):
+            assert len(other.cycles) <= len(one.cycles)
+
+
+def test_equal_logits_leave_the_argmax_first():
+    logits = torch.zeros(3, 400)
+    logits[1, 7] = logits[1, 300] = 1.0
+    assert likeliest(logits, 3)[:, 0].tolist() == logits.argmax(-1).tolist()
+    assert set(likeliest(logits, 2)[1].tolist()) == {7, 300}
 
 
 def test_a_chain_is_a_tree_of_one_branch(targets):
@@ -182,7 +225,7 @@ def test_a_tree_stops_at_the_targets_context(tmp_path):
 
 
 # ------------------------------------------------------------------ growing a tree
-def test_a_dynamic_tree_holds_the_likeliest_nodes(targets):
+def test_a_dynamic_tree_holds_the_chain_and_the_likeliest_nodes(targets):
     """Held against a search over all paths, one draft at a time."""
     target = targets["llama"]
     draft = noisy_draft(target)
@@ -191,7 +234,7 @@ def test_a_dynamic_tree_holds_the_likeliest_nodes(targets):
         target, draft, [prompt], shape=dynamic_tree(depth, top_k, kept), sampling=GREEDY, max_new_tokens=2
     )
     known = [*prompt, trace.requests[0].output_ids[0]]
-    nodes, frontier = {}, {(): 0.0}
+    nodes, frontier, chain = {}, {(): 0.0}, ()
     for _ in range(depth):
         grown = {}
         for path, value in frontier.items():
@@ -200,9 +243,13 @@ def test_a_dynamic_tree_holds_the_likeliest_nodes(targets):
             best = draft.draft_logits(states[0, -1]).log_softmax(-1).topk(top_k)
             for step, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 grown[(*path, token)] = value + step
+            if path == chain:
+                longer = (*chain, int(best.indices[0]))
         nodes |= grown
-        frontier = dict(sorted(grown.items(), key=lambda item: -item[1])[:top_k])
-    expected = set(sorted(nodes, key=lambda path: -nodes[path])[:kept])
+        chain = longer
+        frontier = dict(sorted(grown.items(), key=lambda item: (item[0] != chain, -item[1]))[:top_k])
+    assert chain not in sorted(nodes, key=lambda path: -nodes[path])[:kept]  # its worth alone would not keep it
+    expected = set(sorted(nodes, key=lambda path: (path != chain[: len(path)], -nodes[path]))[:kept])
     cycle = trace.requests[0].cycles[0]
     paths = {-1: ()}
     for node, (token, parent) in enumerate(zip(cycle.drafts, cycle.parents, strict=True)):
@@ -223,6 +270,7 @@ def test_pruning_keeps_a_tree():
     [
         (lambda: dynamic_tree(2, 2, 7), "6 tokens at most"),
         (lambda: dynamic_tree(0, 2, 2), "at least 1"),
+        (lambda: dynamic_tree(4, 2, 3), "the chain of its depth"),
         (lambda: static_tree([2, 0]), "at least 1"),
         (lambda: static_tree(), "either widths or paths"),
         (lambda: static_tree(paths=[[0], [2]]), "sibling before it"),

@@ -95,6 +95,9 @@ def test_trees_in_a_recipe():
     for tree in ({"depth": 4}, {}, {"widths": [2], "paths": [[0]]}):
         with pytest.raises(ValidationError, match="depth, top_k and num_tokens together"):
             EvalSection(trees=[tree])
+    for num_tokens in (3, 53):
+        with pytest.raises(ValidationError, match="num_tokens must be from depth, 4, to 52"):
+            EvalSection(trees=[{"depth": 4, "top_k": 4, "num_tokens": num_tokens}])
     dynamic = [{"depth": 2, "top_k": 2, "num_tokens": 4}]
     with pytest.raises(ValidationError, match="draft_sample_method=greedy"):
         EvalSection(trees=dynamic, draft_sample_method="probabilistic")
