@@ -19,7 +19,8 @@ nothing follows.
 Static (Cai et al. 2024, "Medusa", arXiv 2401.10774). The tree is given beforehand as paths of ranks: (0, 2) is the
 third likeliest token after the likeliest one. `widths` (s_1, s_2, ...) means all their products. Heads that do not
 read the tokens before them give every node of a depth the same children; others are asked node by node. Under sampling
-with probabilistic drafts the children of a node are drawn one after another without replacement, in place of the ranks.
+with probabilistic drafts the children of a node are drawn one after another without replacement, in place of the ranks,
+from the law that a chain's drafts have (`Sampling.drafts`: the temperature, no filter).
 
 Shape legend: see `speculators/base.py`; further N nodes of a tree, root included, F nodes of one depth, R = B * F.
 """
@@ -237,7 +238,7 @@ def _static(
             index_RC = likeliest(logits_RD, min(width, logits_RD.shape[-1]))
             there_RC = torch.ones_like(index_RC, dtype=torch.bool)
         else:
-            law_RD = target_probs(logits_RD, sampling)
+            law_RD = target_probs(logits_RD, sampling.drafts)
             index_RC, there_RC = _draw_children(law_RD, width, rows, draws)
             for f, path in enumerate(open_paths):
                 laws[place[path]] = speculator.full_law(law_RD.view(rows, len(open_paths), -1)[:, f])
