@@ -59,13 +59,19 @@ def renewal_counts(responses: Iterable[ResponseHits], num_draft_tokens: int) -> 
     return AcceptanceCounts(steps, accepted, emitted, tuple(survived))
 
 
-def position_average(responses: Iterable[ResponseHits], num_draft_tokens: int) -> float:
-    """The common, biased figure: 1 + the mean of leading hits over all positions. Kept to show the bias."""
+def position_sums(responses: Iterable[ResponseHits], num_draft_tokens: int) -> tuple[int, int]:
+    """(leading hits summed over all positions, positions), from which the position average comes."""
     total = positions = 0
     for response in responses:
         run_M = _leading_hits(response.hit_MK, num_draft_tokens)
         total += sum(run_M)
         positions += len(run_M)
+    return total, positions
+
+
+def position_average(responses: Iterable[ResponseHits], num_draft_tokens: int) -> float:
+    """The common, biased figure: 1 + the mean of leading hits over all positions. Kept to show the bias."""
+    total, positions = position_sums(responses, num_draft_tokens)
     return 1.0 + total / positions if positions else 1.0
 
 

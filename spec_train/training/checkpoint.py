@@ -72,6 +72,15 @@ def temporary_path(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}.tmp"
 
 
+def clear_leftovers(root: Path) -> None:
+    """Remove what a killed process was writing: half-written checkpoints and temporary files."""
+    for path in root.glob("*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def begin_checkpoint(temporary: Path) -> None:
     """A fresh directory for `finish_checkpoint`; what an interrupted attempt left there is removed."""
     if temporary.exists():

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from rich.console import Console
@@ -82,8 +82,11 @@ class RunLog:
         """Move the progress bar to `step`."""
         self._progress.update(self._task, completed=step)
 
-    def write(self, step: int, values: Mapping[str, float], acceptance: float | None = None) -> None:
-        """One line of log.jsonl and one point of every tracker at `step`; `acceptance` goes on the progress bar."""
+    def write(
+        self, step: int, group: Literal["train", "eval"], values: Mapping[str, float], acceptance: float | None = None
+    ) -> None:
+        """One line of log.jsonl and one point of every tracker at `step`; trackers show the names as `group/name`.
+        `acceptance` goes on the progress bar."""
         if acceptance is not None:
             self._acceptance = f"{acceptance:.3f}"
         if self._main:
@@ -95,7 +98,7 @@ class RunLog:
                 )
                 self._progress.update(self._task, figures=figures)
         if self._accelerator.log_with:
-            self._accelerator.log(dict(values), step=step)
+            self._accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
 
     def bytes_written(self) -> int:
         """Length of log.jsonl now."""

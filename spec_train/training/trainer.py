@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +27,7 @@ from spec_train.manifest import atomic_write_json
 from spec_train.speculators.base import Speculator
 from spec_train.training import checkpoint as ckpt
 from spec_train.training import parallel
-from spec_train.training.acceptance import renewal_counts
+from spec_train.training.figures import Totals, estimate_figures, estimate_sums, peak_memory
 from spec_train.training.run_log import Clock, RunLog, check_trackers
 from spec_train.training.schedule import learning_rate_scale
 
@@ -138,14 +136,14 @@ def train(
             last = state.step == run.total_steps
             log.advance(state.step)
             if state.step % train.log_every == 0 or last:
-                log.write(state.step, {"epoch": epoch, **figures})
+                log.write(state.step, "train", {"epoch": epoch, **figures})
             improved = False
             if held_out and (state.step % eval_every == 0 or last):
                 scores = run.evaluate()
                 improved = state.best_value is None or scores[run.metric] > state.best_value
                 if improved:
                     state.best_step, state.best_value = state.step, scores[run.metric]
-                log.write(state.step, scores, acceptance=scores[run.metric])
+                log.write(state.step, "eval", scores, acceptance=scores[run.metric])
             if improved or last or state.step % train.save_every == 0:
                 state.seconds, state.log_bytes = clock.seconds(), log.bytes_written()
                 run.save(state, speculator_config)
@@ -208,6 +206,7 @@ class _Run:
                 )
         ckpt.load_weights(speculator, self.resumed_from)
         if self.accelerator.is_main_process:
+            ckpt.clear_leftovers(self.root)
             ckpt.mark_best(self.root, state, self.metric)
         return state
 
@@ -237,7 +236,7 @@ class _Run:
         counts = torch.stack([self.speculator.supervised_counts(batch) for batch in batches]).sum(0)
         counts = accelerator.reduce(counts, "sum")
         normalizer = torch.where(counts > 0, counts, torch.ones_like(counts))
-        losses, totals = [], _Totals()
+        losses, totals = [], Totals()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             # By place in the window, not by process: another split of the same window draws the same numbers.
@@ -263,6 +262,7 @@ class _Run:
             "grad_norm": float(norm),
             "learning_rate": rate,
             "tokens_per_second": figures["tokens"] / seconds,
+            "memory_gb": peak_memory(accelerator.device) / 1e9,
         }
 
     def _batch(self, documents: Sequence[Document], rows: Rows) -> Batch:
@@ -297,7 +297,7 @@ class _Run:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The renewal estimate of the acceptance length on the held-out documents, shared out over processes."""
+        """Estimates of the acceptance length on the held-out documents, shared out over processes."""
         accelerator = self.accelerator
         plan = plan_epoch(
             [len(document.input_ids) for document in self.held_out],
@@ -312,13 +312,8 @@ class _Run:
             for rows in plan[accelerator.process_index :: accelerator.num_processes]:
                 batch = self.provider(self._batch(self.held_out, rows))
                 hits += self.speculator.draft_hits(batch, max(self.num_draft_tokens))
-        counts = [renewal_counts(hits, depth) for depth in self.num_draft_tokens]
-        sums = torch.tensor([[c.accepted, c.steps] for c in counts], dtype=torch.float64, device=accelerator.device)
-        sums = accelerator.reduce(sums, "sum")
-        return {
-            f"renewal@{depth}": 1.0 + accepted / max(steps, 1.0)
-            for depth, (accepted, steps) in zip(self.num_draft_tokens, sums.tolist(), strict=True)
-        }
+        sums = accelerator.reduce(estimate_sums(hits, self.num_draft_tokens).to(accelerator.device), "sum")
+        return estimate_figures(sums, self.num_draft_tokens)
 
     def save(self, state: ckpt.TrainState, speculator_config: Mapping[str, Any]) -> None:
         """A complete checkpoint, then best.json, then the removal of old ones: in this order nothing is ever lost."""
@@ -348,49 +343,8 @@ class _Run:
             best_value=state.best_value,
             trained_tokens=state.trained_tokens,
             seconds=state.seconds,
-            peak_memory=_peak_memory(self.accelerator.device),
+            peak_memory=peak_memory(self.accelerator.device),
         )
         if self.accelerator.is_main_process:
             atomic_write_json(self.output_dir / "result.json", asdict(result))
         return result
-
-
-class _Totals:
-    """Sums by name over micro-batches, then over processes: totals as they are, means divided by their counts."""
-
-    def __init__(self) -> None:
-        self._totals: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
-
-    def add_total(self, name: str, value: Tensor) -> None:
-        """Add one micro-batch's part (a scalar) of a total."""
-        self._totals[name] = self._totals.get(name, 0.0) + value.double()
-
-    def add_mean(self, name: str, value: Tensor, count: Tensor) -> None:
-        """Add one micro-batch's sum and count, both [depths] or both scalars."""
-        self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
-        self._counts[name] = self._counts.get(name, 0.0) + count.detach().double()
-
-    def reduced(self, accelerator: Accelerator) -> dict[str, float]:
-        """Totals by name; means as `name`, or `name_0`, `name_1`, ... by depth. A mean over nothing is left out."""
-        totals, sums, counts = (
-            accelerator.reduce(torch.cat([part[name].reshape(-1) for name in sorted(part)]), "sum").tolist()
-            if part
-            else []
-            for part in (self._totals, self._sums, self._counts)
-        )
-        labels = [
-            name if self._sums[name].ndim == 0 else f"{name}_{depth}"
-            for name in sorted(self._sums)
-            for depth in range(self._sums[name].numel())
-        ]
-        means = {label: s / n for label, s, n in zip(labels, sums, counts, strict=True) if n > 0}
-        return {**means, **dict(zip(sorted(self._totals), totals, strict=True))}
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes

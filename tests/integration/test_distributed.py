@@ -38,7 +38,9 @@ def launch(config: str, flags: list[str], output_dir: Path, *, fails: bool = Fal
 
 def log_lines(output_dir: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (output_dir / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("tokens_per_second", "memory_gb")} for line in lines
+    ]
 
 
 def assert_same_training(one: Path, two: Path, tolerance: float) -> None:
