@@ -284,10 +284,26 @@ class ExportSection(Section):
 
 
 class HubSection(Section):
-    """Where the result is published."""
+    """Where the result is published, and what its card says that no measurement knows. `base_model`: the target's id on
+    the Hub where the recipe names another place; `card_notes`: a Markdown file of one's own words."""
 
     repo_id: str | None = None
     private: bool = True
+    base_model: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
+    license: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    license_name: str | None = None
+    license_link: str | None = None
+    language: list[str] = []
+    tags: list[str] = []
+    card_notes: str | None = None
+
+    @model_validator(mode="after")
+    def _named_license(self) -> Self:
+        if self.license == "other" and self.license_name is None:
+            raise ValueError("license other needs license_name, and license_link where its text can be read")
+        if self.license is None and (self.license_name or self.license_link):
+            raise ValueError("license_name and license_link belong to license; set license: other")
+        return self
 
 
 class Recipe(Section, Generic[Options]):

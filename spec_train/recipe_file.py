@@ -144,6 +144,9 @@ def resolve_paths(fields: dict[str, Any], folder: Path, suites: Sequence[str]) -
             source["path"] = _existing(f"data.sources.{index}.path", source["path"], folder)
     if fields["target"].get("chat_template") is not None:
         fields["target"]["chat_template"] = _existing("target.chat_template", fields["target"]["chat_template"], folder)
+    hub = fields.get("hub") or {}
+    if hub.get("card_notes") is not None:
+        hub["card_notes"] = _existing("hub.card_notes", hub["card_notes"], folder)
     chosen = (fields.get("eval") or {}).get("suites", [])
     for index, suite in enumerate(chosen):
         if suite not in suites:

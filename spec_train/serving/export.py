@@ -4,7 +4,7 @@ An export is one folder:
 
   config.json, model.safetensors   what vLLM reads (it loads every *.safetensors of the top folder, and only of that)
   README.md                        the exact command that serves it
-  export.json                      what this is: method, format, target, tensors, provenance
+  export.json                      what this is: method, format, target, tensors, provenance; no path but the target's
   golden/golden.safetensors        states, tokens and draft logits of one sample, for `verify_export`
 
 The folder appears whole or not at all, and only ever replaces an export of ours.
@@ -89,7 +89,6 @@ def export(
         "tensors": {name: {"dtype": str(t.dtype), "shape": list(t.shape)} for name, t in sorted(tensors.items())},
         "provenance": provenance,
     }
-    description["serve"] = serve_command(directory, target_id, description, num_draft_tokens)
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
@@ -174,7 +173,7 @@ def readme(description: dict[str, Any], directory: Path) -> str:
         f"A speculator ({description['type']}) for `{target_id}`. Serve it with vLLM:",
         "",
         "```bash",
-        description["serve"],
+        serve_command(directory, target_id, description, k),
         "```",
     ]
     if is_cpu_build():

@@ -26,8 +26,10 @@ def export(run: Run, force: bool) -> None:
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         import torch
 
+        from spec_train.serving.contract import serve_command
         from spec_train.serving.export import available_formats, read_export
         from spec_train.serving.export import export as write_export
+        from spec_train.serving.facts import card_notes, public_recipe
         from spec_train.serving.golden import make_golden
 
         checkpoint = best_checkpoint(run)
@@ -37,9 +39,12 @@ def export(run: Run, force: bool) -> None:
         golden = make_golden(head, target, ids)
         train = read_manifest(run.directory / "train")
         provenance = {
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": public_recipe(recipe.model_dump(mode="json")),
             "checkpoint": checkpoint.name,
-            "training": train["outputs"],
+            "train": run.made_from("train"),
+            "training": {key: value for key, value in train["outputs"].items() if not key.endswith("_checkpoint")},
+            "data": data_provenance(run),
+            "notes": card_notes(recipe.hub),
             "versions": train["versions"],
             "git_revision": train["git_revision"],
             "target": run.target_identity,
@@ -57,7 +62,19 @@ def export(run: Run, force: bool) -> None:
                 golden=golden,
                 provenance=provenance,
             )
-            commands[form] = read_export(folder)["serve"]
+            k = recipe.export.verify_num_draft_tokens
+            commands[form] = serve_command(folder, run.target_path, read_export(folder), k)
         return {"serve": commands}, {}
 
     make_stage(run, "export", inputs, force, work)
+
+
+def data_provenance(run: Run) -> dict[str, Any]:
+    """What the speculator was trained on: counts with drop reasons, and the sources' hashes in the recipe's order."""
+    prompts, responses = (read_manifest(run.stage_directory(name)) for name in ("prompts", "responses"))
+    dropped = {reason.split(" (first: ")[0]: n for reason, n in prompts["counts"]["dropped"].items()}  # names no file
+    return {
+        "prompts": {**prompts["counts"], "dropped": dropped},
+        "responses": responses["counts"],
+        "source_files": prompts["inputs"]["source_files"],
+    }
