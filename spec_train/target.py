@@ -16,7 +16,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
@@ -102,7 +109,7 @@ class TargetModel:
             text: Any = config.get_text_config()
             needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type == "gpt_oss"
             attention = attn_implementation or ("eager" if needs_eager else GROUPED_ATTENTION)
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _auto_class(config, name).from_pretrained(
                 name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
             )
         except OSError as error:
@@ -380,6 +387,14 @@ class TargetModel:
             Generation(out, reason, *(store.row(row, lengths[row] + len(out) - 1) if store else (None, None)))
             for row, (out, reason) in enumerate(zip(outputs, reasons, strict=True))
         ]
+
+
+def _auto_class(config: Any, name: str) -> Any:
+    """What loads a model of this kind: some families exist only with a vision tower beside them, which stays idle."""
+    known = [auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping]
+    if not known:
+        raise UserError(f"target.model {name}: {config.model_type} is not a language model that transformers can run")
+    return known[0]
 
 
 class _MiMoConfig(Qwen2Config):  # type: ignore[misc]  # transformers is untyped

@@ -10,12 +10,22 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SIZES = {
@@ -49,6 +59,35 @@ QWEN3 = (
     "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+# No system turns of its own: the system prompt goes before the first question.
+GEMMA3 = (
+    "{{ '<bos>' }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set first = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('turns must alternate') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '') + "
+    "m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PHI4 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+# Answers end with eos and have no header; a default system prompt where none is given.
+MISTRAL = (
+    "{{ '<s>' }}{% if messages[0].role != 'system' %}{{ '[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}"
+    "{% elif m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% else %}{{ m.content + '</s>' }}{% endif %}"
+    "{% endfor %}"
+)
+# Harmony: channels inside an answer, another terminator for the last turn than for earlier ones, a developer's turn.
+HARMONY = (
+    "{{ '<|start|>system<|message|>Reasoning: ' + (reasoning_effort | default('medium')) + '<|end|>' }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content"
+    " + ('<|return|>' if loop.last else '<|end|>') }}{% else %}"
+    "{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content + '<|end|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
 
 
 def llama3() -> PreTrainedModel:
@@ -61,12 +100,80 @@ def qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=384, head_dim=32, tie_word_embeddings=False))
 
 
+def qwen3_moe() -> PreTrainedModel:
+    """Qwen3 30B A3B: a mixture of experts in every layer, an intermediate size that no layer has."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, vocab_size=384, head_dim=32))
+
+
+def gemma3() -> PreTrainedModel:
+    """Gemma 3 12B: beside a vision tower, five sliding layers to a full one, two rotary bases, scaled embeddings that
+    are also the output head, norms around attention and MLP."""
+    text = {
+        **SIZES,
+        "vocab_size": 320,
+        "head_dim": 32,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        },
+        "tie_word_embeddings": True,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision.update(image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, initializer_range=0.2)
+    config.boi_token_index, config.eoi_token_index, config.image_token_index = 310, 311, 312
+    return Gemma3ForConditionalGeneration(config)
+
+
+def phi4() -> PreTrainedModel:
+    """Phi-4: Phi3's fused projections, ten key/value heads for forty, padded vocabulary."""
+    rope = {"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 1.0}
+    sizes = {**SIZES, "num_key_value_heads": 1, "original_max_position_embeddings": 512, "pad_token_id": 257}
+    return Phi3ForCausalLM(Phi3Config(**sizes, vocab_size=352, rope_parameters=rope, sliding_window=None))
+
+
+def mistral_small() -> PreTrainedModel:
+    """Mistral Small 3.2: a text model in a multimodal wrapper, heads narrower than their share of the hidden size."""
+    text = {**SIZES, "model_type": "mistral", "vocab_size": 320, "head_dim": 8, "sliding_window": None}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e9}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision.update(model_type="pixtral", image_size=28, patch_size=14, head_dim=32)
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=310, tie_word_embeddings=False)
+    return Mistral3ForConditionalGeneration(config)
+
+
+def gpt_oss() -> PreTrainedModel:
+    """gpt-oss 20B: a sink in every attention head, sliding and full layers in turn, biased projections, biased experts
+    with a clamped activation, rope of type yarn."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 16}
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope.update(truncate=False, original_max_position_embeddings=64)
+    return GptOssForCausalLM(GptOssConfig(**SIZES, **experts, vocab_size=320, rope_parameters=rope))
+
+
 # family: how the model is built, its special tokens (the first one ends an answer), its template
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
     "llama3": (
         llama3,
         ["<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
         LLAMA,
+    ),
+    "qwen3_moe": (qwen3_moe, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
+    "gemma3": (gemma3, ["<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>"], GEMMA3),
+    "phi4": (phi4, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<|im_sep|>"], PHI4),
+    "mistral_small": (
+        mistral_small,
+        ["</s>", "<pad>", "<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"],
+        MISTRAL,
+    ),
+    "gpt_oss": (
+        gpt_oss,
+        ["<|return|>", "<|call|>", "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"],
+        HARMONY,
     ),
     "qwen3": (qwen3, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
 }
@@ -91,8 +198,8 @@ def family_target(family: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build()
-        for value in model.parameters():
-            if value.ndim == 1:  # norms that are all ones hide one that is applied twice, or not at all
+        for name, value in model.named_parameters():
+            if value.ndim == 1 or name.endswith("bias"):  # norms that are all ones hide one that is applied twice, or not at all
                 value.data += 0.3 * torch.randn_like(value)
     ends: Any = tokenizer.convert_tokens_to_ids(special[:2])
     model.generation_config.eos_token_id = ends

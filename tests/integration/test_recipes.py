@@ -23,6 +23,11 @@ RECIPES = {
     "llama-3.3-70b-instruct": "llama3",
     "qwen3-8b": "qwen3",
     "qwen3-32b": "qwen3",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "gemma-3-12b-it": "gemma3",
+    "phi-4": "phi4",
+    "mistral-small-3.2-24b": "mistral_small",
+    "gpt-oss-20b": "gpt_oss",
 }
 OTHERS = ("quickstart", "comparisons")  # run by `make quickstart` and by compare
 SIZES = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spec_train.batch import FeatureSpec
 from spec_train.decoding.sampling import Sampling
@@ -20,7 +20,8 @@ PROMPTS = [list(range(40, 75)), [7, 9], list(range(100, 111))]
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Any]:
     """Our target beside the model as transformers loads and runs it."""
     folder = family_target(request.param, tmp_path_factory.mktemp("families"))
-    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    auto = AutoModelForImageTextToText if request.param == "mistral_small" else AutoModelForCausalLM
+    own = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     return TargetModel.load(str(folder)), own
 
 
