@@ -391,7 +391,8 @@ class TargetModel:
 
 def _auto_class(config: Any, name: str) -> Any:
     """What loads a model of this kind: some families exist only with a vision tower beside them, which stays idle."""
-    known = [auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping]
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    known = [auto for auto in classes if type(config) in auto._model_mapping]
     if not known:
         raise UserError(f"target.model {name}: {config.model_type} is not a language model that transformers can run")
     return known[0]

@@ -83,8 +83,8 @@ MISTRAL = (
 # Harmony: channels inside an answer, another terminator for the last turn than for earlier ones, a developer's turn.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: ' + (reasoning_effort | default('medium')) + '<|end|>' }}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content"
-    " + ('<|return|>' if loop.last else '<|end|>') }}{% else %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + "
+    "m.content + ('<|return|>' if loop.last else '<|end|>') }}{% else %}"
     "{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content + '<|end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
@@ -199,7 +199,8 @@ def family_target(family: str, folder: Path) -> Path:
         torch.manual_seed(0)
         model = build()
         for name, value in model.named_parameters():
-            if value.ndim == 1 or name.endswith("bias"):  # norms that are all ones hide one that is applied twice, or not at all
+            # Norms that are all ones, or biases of zeros, hide one that is applied twice, or not at all.
+            if value.ndim == 1 or name.endswith("bias"):
                 value.data += 0.3 * torch.randn_like(value)
     ends: Any = tokenizer.convert_tokens_to_ids(special[:2])
     model.generation_config.eos_token_id = ends
