@@ -153,7 +153,8 @@ def evaluate(
     subject: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|CHECKPOINT|ngram|suffix", help="A recipe, a checkpoint or export, or ngram or suffix"
+            metavar="RECIPE|CHECKPOINT|ngram|suffix",
+            help="A recipe, a checkpoint, export or published head (folder or hub id), or ngram or suffix",
         ),
     ],
     overrides: Overrides = None,
@@ -215,8 +216,10 @@ def evaluate(
         raise UserError(
             f"{overrides[0]}: overrides belong to a recipe; for a checkpoint use the options of eval --help"
         )
-    if subject not in ("ngram", "suffix") and not Path(subject).is_dir():
-        raise UserError(f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor ngram or suffix")
+    if subject not in ("ngram", "suffix") and not Path(subject).is_dir() and subject.count("/") != 1:
+        raise UserError(
+            f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor a hub id, nor ngram or suffix"
+        )
     if target is None or suite is None:
         raise UserError(f"eval {subject} needs --target MODEL and --suite SUITE")
     if dtype not in (None, "float32", "bfloat16", "float16"):

@@ -160,7 +160,8 @@ def evaluate_checkpoint(
     seed: int = 0,
     trees: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Evaluate a training checkpoint, an export, "ngram" or "suffix" on a suite, without a recipe.
+    """Evaluate a training checkpoint, an export, a published head (folder or hub id), "ngram" or "suffix" on a suite,
+    without a recipe.
 
     Prompts are rendered as those were that the speculator was trained on, where that is on record. `trees`: see
     `tree_draft.parse_tree`.
@@ -183,12 +184,11 @@ def evaluate_checkpoint(
     )
     from spec_train.evaluation.overlap import overlap_warning, overlap_with_run, prompts_stage_of
     from spec_train.speculators import load_speculator, recorded_prompt
+    from spec_train.speculators.head_files import find_head
     from spec_train.speculators.suffix import SuffixProposer
     from spec_train.target import TargetModel
 
-    path = Path(checkpoint)
-    if checkpoint not in ("ngram", "suffix") and not path.is_dir():
-        raise UserError(f"{checkpoint}: no such checkpoint or export; give a folder, or ngram, or suffix")
+    path = Path(checkpoint) if checkpoint in ("ngram", "suffix") else find_head(checkpoint)
     samplings = [
         Sampling(value, top_k, top_p, draft_sample_method, seed, min_p, rejection_sample_method)
         for value in temperature

@@ -80,6 +80,25 @@ def t2d(ids: Tensor, vocab_size_target: int) -> Tensor:
     return mask
 
 
+def map_problem(d2t_D: Tensor, t2d_V: Tensor | None, vocab_size_target: int) -> str | None:
+    """What is wrong with the map of a checkpoint, None if it is sound. `t2d_V` may be missing: engines read `d2t`."""
+    if d2t_D.dtype != torch.int64 or d2t_D.ndim != 1:
+        return f"d2t is {d2t_D.dtype} of shape {list(d2t_D.shape)}, not a list of int64 offsets"
+    ids = torch.arange(len(d2t_D)) + d2t_D.cpu()
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size_target or bool((ids[1:] <= ids[:-1]).any()):
+        hint = " (it looks like absolute ids)" if bool((d2t_D[1:] > d2t_D[:-1]).all()) else ""
+        return f"d2t must be offsets: index + d2t ascending, unique and below {vocab_size_target}{hint}"
+    if t2d_V is None:
+        return None
+    if t2d_V.dtype != torch.bool:
+        return f"t2d is {t2d_V.dtype}, not bool"
+    if t2d_V.shape == (vocab_size_target,) and torch.equal(t2d(ids, vocab_size_target), t2d_V.cpu()):
+        return None
+    absolute = t2d_V.shape == (vocab_size_target,) and bool(torch.equal(t2d_V.cpu().nonzero()[:, 0], d2t_D.cpu()))
+    hint = ": d2t holds absolute ids where the offsets id - index belong" if absolute else ""
+    return f"t2d does not mark exactly the target ids that d2t maps to{hint}"
+
+
 def _counts(documents: Iterable[Document]) -> tuple[Counter[int], Counter[int]]:
     """How often each id occurs in responses, and in responses and prompts together."""
     in_responses: Counter[int] = Counter()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_train.data.draft_vocab import map_problem
+
 # The model type goes with the architecture: vLLM picks the class by the latter and the config by the former.
 EAGLE3_ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "llama",
@@ -241,20 +243,11 @@ def _check_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
 def _check_vocabulary(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
     """Problems of the draft vocabulary: d2t holds offsets (target id - draft id), t2d marks the drafted target ids."""
-    d2t, t2d, vocab = tensors["d2t"], tensors.get("t2d"), int(config["vocab_size"])
-    if d2t.dtype != torch.int64 or d2t.ndim != 1:
-        return [f"d2t is {d2t.dtype} of shape {list(d2t.shape)}, not a list of int64 offsets"]
-    ids = torch.arange(len(d2t)) + d2t.cpu()
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
-        hint = " (it looks like absolute ids)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
-        return [f"d2t must be offsets: index + d2t ascending, unique and below {vocab}{hint}"]
-    if t2d is None or t2d.shape != (vocab,):
-        return []  # reported with the shapes
-    if t2d.dtype != torch.bool:
-        return [f"t2d is {t2d.dtype}, not bool"]
-    marked = torch.zeros(vocab, dtype=torch.bool)
-    marked[ids] = True
-    return [] if bool(torch.equal(marked, t2d.cpu())) else ["t2d does not mark exactly the target ids that d2t maps to"]
+    vocab, t2d = int(config["vocab_size"]), tensors.get("t2d")
+    if t2d is not None and t2d.shape != (vocab,):
+        t2d = None  # reported with the shapes
+    problem = map_problem(tensors["d2t"], t2d, vocab)
+    return [problem] if problem else []
 
 
 def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from spec_train.errors import UserError
 from spec_train.serving.export import GOLDEN_FILE
 from spec_train.serving.golden import draft
-from spec_train.speculators import export_tensors, load_speculator
+from spec_train.speculators import load_speculator
+from spec_train.speculators.head_files import export_tensors
 from spec_train.target import TargetModel
 
 

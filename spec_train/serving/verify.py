@@ -22,7 +22,7 @@ from spec_train.serving.compare import VllmReport, compare
 from spec_train.serving.eagle3_contract import check_eagle3, check_target, served_config
 from spec_train.serving.export import read_export
 from spec_train.serving.processes import RELOAD_WORKER, TIMEOUT_S, VllmRun, needed_positions, run_vllm, run_worker
-from spec_train.speculators import export_tensors
+from spec_train.speculators.head_files import export_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_train.errors import UserError
+from spec_train.speculators.head_files import export_tensors, head_type, read_json, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ def load_speculator(path: Path, target: TargetModel) -> Speculator:
     """A trained speculator, frozen, in the target's dtype and on its device.
 
     `path`: a training checkpoint (speculator.json) or an export in any format (config.json), of ours or of another
-    tool. Raises UserError.
+    tool, see `head_files.py`. Raises UserError.
     """
     if (path / "speculator.json").is_file():
         saved = read_json(path / "speculator.json")
         return speculator_class(saved["type"]).from_checkpoint(path, saved["config"], target)
-    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+    if not (path / "config.json").is_file() or not weight_files(path):
         raise UserError(
             f"{path}: neither a training checkpoint (speculator.json) nor an export (config.json, model.safetensors)"
         )
@@ -61,49 +61,15 @@ def load_speculator(path: Path, target: TargetModel) -> Speculator:
     shipped = tensors.pop(EMBEDDING, None)
     if shipped is not None and not torch_equal(shipped, target.embedding.weight):
         raise UserError(f"{path}: {EMBEDDING} is not the embedding of {target.name}, which heads here share")
-    head = speculator_class(export_type(path, config)).from_serving(config, tensors, target)
+    head = speculator_class(head_type(path, config, tensors)).from_serving(config, tensors, target)
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
-def export_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of an export; of a stitched copy of the target those of the head. Raises UserError where one that
-    export.json lists is missing."""
-    from safetensors import safe_open
-
-    description = read_json(path / "export.json") if (path / "export.json").is_file() else {"tensors": {}}
-    listed, stitched = description["tensors"], description.get("format") == "stitched"
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(path.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as file:
-            names = [name for name in file.keys() if not stitched or name in listed]  # noqa: SIM118 - not a dict
-            tensors.update({name: file.get_tensor(name) for name in names})
-    missing = sorted(set(listed) - set(tensors))
-    if missing:
-        raise UserError(f"{path}: {missing[0]} is missing, which export.json lists; export again")
-    return tensors
-
-
 def torch_equal(shipped: Tensor, own: Tensor) -> bool:
-    """Whether a shipped copy holds the target's values, in the target's dtype."""
-    return bool((shipped.to(own) == own).all()) if shipped.shape == own.shape else False
-
-
-def export_type(path: Path, config: dict[str, Any]) -> str:
-    """The method of an export: as our export.json says, else as the config of another tool's checkpoint shows."""
-    if (path / "export.json").is_file():
-        return str(read_json(path / "export.json")["type"])
-    architectures = " ".join(config.get("architectures") or [])
-    eagle = "speculators_model_type" in config or "eagle3" in architectures.lower() or "draft_vocab_size" in config
-    parallel = "pard_token" in config or "mask_token_id" in config
-    if eagle:
-        return "peagle" if parallel else "eagle3"
-    if config.get("model_type") == "mlp_speculator":
-        return "mlp"
-    if config.get("model_type") == "medusa":
-        return "medusa"
-    if "MiMo" in architectures:
-        return "mtp"
-    return "pard" if parallel else "draft_lm"
+    """Whether a shipped copy holds the target's values, in the target's dtype or in its own (a float16 copy)."""
+    if shipped.shape != own.shape:
+        return False
+    return bool((shipped.to(own) == own).all()) or bool((own.to(shipped) == shipped).all())
 
 
 def recorded_prompt(path: Path) -> dict[str, Any]:
@@ -116,9 +82,3 @@ def recorded_prompt(path: Path) -> dict[str, Any]:
         section = read_json(path / "export.json").get("provenance", {}).get("recipe", {}).get("target", {})
         return {key: section[key] for key in ("system_prompt", "chat_template_kwargs") if key in section}
     return {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file."""
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return value

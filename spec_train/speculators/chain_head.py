@@ -31,9 +31,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.batch import Batch, Features
+from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
 from spec_train.speculators.base import Committed, ResponseHits, Speculator
 from spec_train.speculators.distillation import chain_hits
+from spec_train.speculators.heads import config_value
 from spec_train.speculators.layers import DraftLayer, ttt_attention
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
@@ -89,18 +91,20 @@ class LayerConfig:
 
 
 def served_geometry(layer: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a LayerConfig from the layers' part of a served config.json."""
+    """Keyword arguments of a LayerConfig from the layers' part of a served config.json, Llama's defaults where a key
+    is left out. Raises UserError for a key that has none, and for a layer of another kind than ours."""
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    sizes = {key: int(config_value(layer, key, "EAGLE")) for key in needed}
+    if layer.get("hidden_act", "silu") != "silu" or "sliding_attention" in (layer.get("layer_types") or []):
+        raise UserError("EAGLE checkpoint: only layers with silu and full attention are supported")
     return {
-        "hidden_size": layer["hidden_size"],
-        "intermediate_size": layer["intermediate_size"],
-        "num_attention_heads": layer["num_attention_heads"],
-        "num_key_value_heads": layer["num_key_value_heads"],
-        "head_dim": layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
-        "vocab_size": layer["vocab_size"],
-        "rms_norm_eps": layer["rms_norm_eps"],
+        **{key: value for key, value in sizes.items() if key != "num_hidden_layers"},
+        "num_layers": sizes["num_hidden_layers"],
+        "num_key_value_heads": layer.get("num_key_value_heads") or sizes["num_attention_heads"],
+        "head_dim": layer.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"],
+        "rms_norm_eps": layer.get("rms_norm_eps", 1e-6),
         "rope_parameters": layer.get("rope_parameters") or _old_rope(layer),
-        "max_position_embeddings": layer["max_position_embeddings"],
-        "num_layers": layer["num_hidden_layers"],
+        "max_position_embeddings": layer.get("max_position_embeddings", 2048),
         "qk_norm": layer.get("model_type") == "qwen3",
     }
 

@@ -36,6 +36,7 @@ from spec_train.recipe import NonNegative, PositiveInt, Probability, SpeculatorO
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
 from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, served_geometry
 from spec_train.speculators.distillation import chain_loss, depth_weights, target_distributions
+from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import DraftLayer, layer_geometry
 from spec_train.speculators.losses import LossKind
 from spec_train.speculators.supervision import supervised_queries
@@ -130,7 +131,7 @@ class Eagle1(ChainHead):
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
         head = cls(Eagle1Config(**saved))
-        head.load_state_dict(load_file(checkpoint / "model.safetensors"))
+        load_strictly(head, load_file(checkpoint / "model.safetensors"), str(checkpoint))
         return head._frozen(target, str(checkpoint))
 
     def _frozen(self, target: TargetModel, where: str) -> Self:
@@ -225,12 +226,7 @@ class Eagle1(ChainHead):
         """Rebuild a head from an exported config.json and its tensors. Raises UserError for a missing or unknown
         tensor, and for a target of another size."""
         head = cls(Eagle1Config(**served_geometry(config)))
-        missing, unexpected = set(head.state_dict()) - set(tensors), set(tensors) - set(head.state_dict())
-        if missing or unexpected:
-            raise UserError(
-                f"exported eagle1 head: missing tensors {sorted(missing)}, unknown tensors {sorted(unexpected)}"
-            )
-        head.load_state_dict(tensors)
+        load_strictly(head, tensors, "eagle1")  # engines know no fc.bias either
         return head._frozen(target, "exported eagle1 head")
 
 

@@ -29,11 +29,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
+from spec_train.data.draft_vocab import map_problem
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
 from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, served_geometry
 from spec_train.speculators.distillation import chain_loss, depth_weights, target_distributions
+from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import DraftLayer, RMSNorm, layer_geometry
 from spec_train.speculators.losses import LossKind
 from spec_train.speculators.supervision import Queries, supervised_queries
@@ -180,13 +182,9 @@ class Eagle3(ChainHead):
         """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
         config = cls.config_class(**{**saved, "aux_layer_ids": tuple(saved["aux_layer_ids"])})
         tensors = load_file(checkpoint / "model.safetensors")
-        if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
-            raise UserError(
-                f"{checkpoint}: trained for a target of vocabulary {config.vocab_size} and width "
-                f"{config.target_hidden_size}; {target.name} has {target.vocab_size} and {target.hidden_size}"
-            )
+        check_same_target(config, target, str(checkpoint))
         head = cls(config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
-        head.load_state_dict(tensors)
+        load_strictly(head, tensors, str(checkpoint))
         head.to(target.device, target.dtype).borrow(target)
         return head.eval().requires_grad_(False)
 
@@ -301,21 +299,24 @@ class Eagle3(ChainHead):
     def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Self:
         """Rebuild a head from an exported config.json and its tensors (either format, `midlayer.` or `layers.0.`).
 
-        Raises UserError for a missing or unknown tensor.
+        Raises UserError for a missing, unknown or misshapen tensor, for a map between the vocabularies that engines
+        would misread (absolute ids, or none beside a reduced vocabulary), and for a target of another size.
         """
         head_config = cls.config_class(**cls._served_fields(config, target))
+        check_same_target(head_config, target, f"exported {cls.kind} head")
         renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
-        renamed.pop("t2d", None)
-        d2t = renamed.get("d2t")
+        t2d, d2t = renamed.pop("t2d", None), renamed.get("d2t")
+        if d2t is None and head_config.draft_vocab_size != head_config.vocab_size:
+            raise UserError(
+                f"exported {cls.kind} head: drafts from {head_config.draft_vocab_size} of {head_config.vocab_size} "
+                "tokens and has no d2t to say which; engines would take the first ones: use a file that holds it"
+            )
         if d2t is None:
             d2t = renamed["d2t"] = torch.zeros(head_config.draft_vocab_size, dtype=torch.long)
+        if problem := map_problem(d2t, t2d, head_config.vocab_size):
+            raise UserError(f"exported {cls.kind} head: {problem}")
         head = cls(head_config, d2t + torch.arange(len(d2t)))
-        missing, unexpected = set(head.state_dict()) - set(renamed), set(renamed) - set(head.state_dict())
-        if missing or unexpected:
-            raise UserError(
-                f"exported {cls.kind} head: missing tensors {sorted(missing)}, unknown tensors {sorted(unexpected)}"
-            )
-        head.load_state_dict(renamed)
+        load_strictly(head, renamed, cls.kind)
         head.borrow(target)
         return head.eval().requires_grad_(False)
 
@@ -325,13 +326,15 @@ class Eagle3(ChainHead):
         which takes three by the target's depth."""
         layer = config.get("transformer_layer_config", config)
         eagle = config.get("eagle_config") or {}
+        if eagle.get("use_aux_hidden_state") is False:
+            raise UserError("EAGLE checkpoint: use_aux_hidden_state is false; heads that read one state are EAGLE-1's")
         ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
         return {
             **served_geometry(layer),
             "draft_vocab_size": config.get("draft_vocab_size") or layer["vocab_size"],
             "target_hidden_size": config.get("target_hidden_size") or layer["hidden_size"],
             "aux_layer_ids": aux_layer_ids(ids, target.num_layers),
-            "norm_before_fc": bool(config.get("norm_before_fc")),
+            "norm_before_fc": bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
             "fc_norm": bool(config.get("fc_norm")),
             "norm_output": bool(config.get("norm_output")),
             # Absent, the speculators format means True for EAGLE-3, and the plain one False.
@@ -339,6 +342,15 @@ class Eagle3(ChainHead):
                 config.get("norm_before_residual", config.get("speculators_model_type") == "eagle3")
             ),
         }
+
+
+def check_same_target(config: Eagle3Config, target: TargetModel, where: str) -> None:
+    """Raises UserError for a head of a target of another size."""
+    if (config.vocab_size, config.target_hidden_size) != (target.vocab_size, target.hidden_size):
+        raise UserError(
+            f"{where}: trained for a target of vocabulary {config.vocab_size} and width {config.target_hidden_size}; "
+            f"{target.name} has {target.vocab_size} and {target.hidden_size}"
+        )
 
 
 def aux_layer_ids(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:

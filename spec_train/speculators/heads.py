@@ -77,7 +77,7 @@ def check_depth(num_draft_tokens: int, num_heads: int) -> None:
         )
 
 
-def load_strictly(heads: DraftHeads, tensors: dict[str, Tensor], method: str) -> None:
+def load_strictly(heads: nn.Module, tensors: dict[str, Tensor], method: str) -> None:
     """Load tensors by the module's own names. Raises UserError for a missing, unknown or misshapen one."""
     own = heads.state_dict()
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())

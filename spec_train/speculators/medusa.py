@@ -16,7 +16,8 @@ Shape legend: see `base.py`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,14 @@ class Medusa(MultiHead):
     def read_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
         """See `MultiHead.read_serving`."""
         return heads_from_serving(config, tensors)
+
+    @classmethod
+    def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Self:
+        """See `Speculator.from_serving`. Heads published without an output head of their own share the target's."""
+        if not any(re.search(r"(^|\.)(lm_heads\.\d+|\d+\.\d+)\.weight$", name) for name in tensors):
+            tensors = {**tensors, "lm_heads.0.weight": target.lm_head.weight.detach().float().cpu()}
+            config = {**config, "original_lm_head": True}
+        return super().from_serving(config, tensors, target)
 
     def initialise(self, target: TargetModel, generator: torch.Generator) -> None:
         """Zero residual layers, output heads from the target. Nothing is drawn."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from spec_train.errors import UserError
 from spec_train.speculators.heads import DraftHeads, State, config_value, load_strictly
 
+HEAD = re.compile(r"(?:blocks|lm_heads)\.\d+\.")
+
 
 @dataclass(frozen=True)
 class MedusaShape:
@@ -84,7 +86,8 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Me
     """The heads of an exported or published checkpoint, frozen.
 
     Takes vLLM's names and FasterDecoding's ({head}.{layer}.linear.weight, {head}.{L}.weight), either with the prefix
-    `medusa_heads.`. Raises UserError for missing, unknown or misshapen tensors.
+    `medusa_heads.` or `medusa_head.`. FasterDecoding's config may count fewer heads than the file holds (their
+    published ones say 2 of 5): the file is right. Raises UserError for missing, unknown or misshapen tensors.
     """
     num_layers = int(config.get("num_hidden_layers", config.get("medusa_num_layers", 1)))
     renamed = {_vllm_name(name, num_layers): value for name, value in tensors.items()}
@@ -92,6 +95,8 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Me
     first = renamed.get("lm_heads.0.weight")
     if first is None or num_heads is None:
         raise UserError("Medusa checkpoint: needs a tensor lm_heads.0.weight and num_heads in config.json")
+    if "medusa_num_heads" in config:
+        num_heads = max(int(num_heads), 1 + max(int(name.split(".")[1]) for name in renamed if HEAD.match(name)))
     shape = MedusaShape(
         # FasterDecoding's config names neither width nor vocabulary: the tensors do.
         hidden_size=int(config.get("hidden_size", first.shape[1])),
@@ -110,7 +115,7 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Me
 
 def _vllm_name(name: str, num_layers: int) -> str:
     """vLLM's name of a tensor in either spelling; unknown names stay as they are."""
-    plain = name.removeprefix("medusa_heads.")
+    plain = re.sub("^medusa_heads?[.]", "", name)
     if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", plain):
         return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
     if found := re.fullmatch(rf"(\d+)\.{num_layers}\.weight", plain):

@@ -27,9 +27,9 @@ from torch import Tensor
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
-from spec_train.speculators import export_tensors, read_json
 from spec_train.speculators.base import Committed, LossOutput, ResponseHits, Speculator
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
+from spec_train.speculators.head_files import export_tensors, read_json
 from spec_train.speculators.heads import DraftHeads, State, check_depth, load_strictly
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel

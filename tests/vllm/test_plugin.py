@@ -252,10 +252,10 @@ def test_an_engine_that_does_not_suit_is_refused(served: Served, changes: dict[s
 def test_a_folder_that_does_not_suit_is_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'needs --additional-config .{"spec_train_speculator"'):
         SpecTrainProposer(engine_config(None))
-    with pytest.raises(UserError, match=r"which has no config\.json"):
+    with pytest.raises(UserError, match=r"which has no config\.json and weights"):
         SpecTrainProposer(engine_config(tmp_path))
     llama = write(tmp_path / "llama", {"model_type": "llama"}, {"fc.weight": torch.ones(2, 2)})
-    with pytest.raises(UserError, match="serves mlp_speculator and medusa alone"):
+    with pytest.raises(UserError, match="serves mlp and medusa alone"):
         SpecTrainProposer(engine_config(llama))
     config = json.loads((served.folders["mlp"] / "config.json").read_text())
     tensors = load_file(served.folders["mlp"] / "model.safetensors")

@@ -28,19 +28,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.errors import UserError
 from spec_train.serving.contract import PLUGIN_KEY
-from spec_train.speculators import medusa_heads, mlp_heads, read_json
+from spec_train.speculators import medusa_heads, mlp_heads
+from spec_train.speculators.head_files import export_tensors, head_type, read_json, weight_files
 from spec_train.speculators.heads import DraftHeads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# By config.json's model_type.
-BUILDERS = {"mlp_speculator": mlp_heads.heads_from_serving, "medusa": medusa_heads.heads_from_serving}
+BUILDERS = {"mlp": mlp_heads.heads_from_serving, "medusa": medusa_heads.heads_from_serving}
 # These apply their final norm where they compute logits, so what the runner holds are states before it.
 UNNORMED_TARGETS = ("KimiLinearForCausalLM", "MiMoForCausalLM", "Step3p5ForCausalLM", "Step5ForCausalLM")
 # What `watch_runner` reads of the call that it watches.
@@ -121,22 +120,21 @@ def export_directory(model: str, additional_config: Any) -> Path:
         path = model
     if not isinstance(path, str) or not path:
         raise UserError(f'SpecTrainProposer needs --additional-config \'{{"{PLUGIN_KEY}": "/path/to/export"}}\'')
-    for name in ("config.json", "model.safetensors"):
-        if not Path(path, name).is_file():
-            raise UserError(f"{PLUGIN_KEY} is {path}, which has no {name}: name the folder of an export")
+    if not Path(path, "config.json").is_file() or not weight_files(Path(path)):
+        raise UserError(f"{PLUGIN_KEY} is {path}, which has no config.json and weights: name the folder of an export")
     return Path(path)
 
 
 def load_heads(directory: Path) -> DraftHeads:
     """The heads of an export, or of a checkpoint published in the same form. Raises UserError for any other file."""
-    config = read_json(directory / "config.json")
-    build = BUILDERS.get(config.get("model_type", ""))
-    if build is None:
+    config, tensors = read_json(directory / "config.json"), export_tensors(directory)
+    kind = head_type(directory, config, tensors)
+    if kind not in BUILDERS:
         raise UserError(
-            f"{directory} is of model_type {config.get('model_type')!r}, and SpecTrainProposer serves "
-            f"{' and '.join(BUILDERS)} alone: vLLM loads the others itself, as the export's README.md says"
+            f"{directory} holds a speculator of type {kind}, and SpecTrainProposer serves {' and '.join(BUILDERS)} "
+            "alone: vLLM loads the others itself, as the export's README.md says"
         )
-    return build(config, load_file(directory / "model.safetensors"))
+    return BUILDERS[kind](config, tensors)
 
 
 def check_heads(heads: DraftHeads, directory: Path, vllm_config: VllmConfig) -> None:
