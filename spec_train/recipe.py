@@ -182,7 +182,8 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """The training loop. `eval_every` null means save_every; `seed` null means run.seed, which also splits the data."""
+    """The training loop. `eval_every` null means save_every; `seed` null means run.seed, which also splits the data.
+    At each evaluation the first `decode_prompts` held-out prompts are decoded, `decode_new_tokens` each."""
 
     epochs: PositiveInt = 3
     max_steps: PositiveInt | None = None
@@ -191,6 +192,8 @@ class TrainSection(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     save_every: PositiveInt = 200
     eval_every: PositiveInt | None = None
+    decode_prompts: int = Field(default=4, ge=0)
+    decode_new_tokens: PositiveInt = 64
     keep_checkpoints: PositiveInt = 2
     normalization: Literal["token", "sequence"] = "token"
     trackers: list[Literal["wandb", "tensorboard"]] = []

@@ -58,7 +58,7 @@ def speedup_against_concurrency(results: Results) -> bytes | None:
 
 
 def training_curves(curves: Sequence[Curve]) -> bytes | None:
-    """Loss by step; acceptance length estimated, and decoded where the run decoded, by step."""
+    """Loss by step; acceptance length estimated on all held-out answers, and decoded on a few prompts, by step."""
     if not curves:
         return None
     plt = _pyplot()
@@ -70,13 +70,17 @@ def training_curves(curves: Sequence[Curve]) -> bytes | None:
         estimated = [key for key in curve.series if key.startswith("renewal@")]
         if estimated:
             # The first K is the one that chooses the checkpoint.
-            points = curve.series[estimated[0]]
-            right.plot(*zip(*points, strict=True), color=colour, marker="o", label=f"{curve.name} {estimated[0]}")
-        for key in (key for key in curve.series if key.startswith("decode@")):
-            right.plot(
-                *zip(*curve.series[key], strict=True), color=colour, marker="x", linestyle=":",
-                label=f"{curve.name} {key}",
-            )  # fmt: skip
+            label = f"{curve.name} estimate K={estimated[0].removeprefix('renewal@')}"
+            right.plot(*zip(*curve.series[estimated[0]], strict=True), color=colour, marker=".", label=label)
+        # A decode of a few prompts (crosses) and the estimate on its very answers (rings) should coincide.
+        for prefix, what, style in (
+            ("decode@", "decode of a few prompts", {"marker": "x", "linestyle": ":"}),
+            ("decode_renewal@", "estimate on these", {"marker": "o", "linestyle": "none", "markersize": 9}),
+        ):
+            for key in (key for key in curve.series if key.startswith(prefix)):
+                label = f"{curve.name} {what} K={key.removeprefix(prefix)}"
+                steps, values = zip(*curve.series[key], strict=True)
+                right.plot(steps, values, color=colour, markerfacecolor="none", label=label, **style)
     _finish(left, "step", "loss", "loss")
     _finish(right, "step", "acceptance length", "acceptance length")
     return _png(figure)

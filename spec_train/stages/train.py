@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from spec_train.speculators.base import Speculator
 
 
+# What of the train section leaves the result as it is; the seed stands among the inputs by itself.
+UNINVOLVED = {"trackers", "log_every", "keep_checkpoints", "seed", "decode_prompts", "decode_new_tokens"}
+
+
 def train(run: Run, force: bool) -> None:
     """Make the stage where needed; a training run that was interrupted resumes."""
     recipe = run.recipe
@@ -27,24 +31,27 @@ def train(run: Run, force: bool) -> None:
         "target_dtype": recipe.target.dtype,
         "speculator": recipe.speculator.model_dump(mode="json", exclude={"gradient_checkpointing"}),
         "optim": recipe.optim.model_dump(mode="json"),
-        "train": recipe.train.model_dump(mode="json", exclude={"trackers", "log_every", "keep_checkpoints", "seed"}),
+        "train": recipe.train.model_dump(mode="json", exclude=UNINVOLVED),
         "num_draft_tokens": recipe.eval.num_draft_tokens,
         "seed": run.training_seed,
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+        from spec_train.evaluation.held_out_decode import HeldOutDecode
         from spec_train.training.trainer import train as train_speculator
 
         documents, held_out = documents_of(run, "train"), documents_of(run, "held_out")
         provider = feature_provider(run)
         speculator, coverage = new_speculator(run, documents, held_out)
+        section, depth = recipe.train, recipe.eval.num_draft_tokens[0]
+        decode = HeldOutDecode(run.target(), held_out, section.decode_prompts, section.decode_new_tokens, depth)
         result = train_speculator(
             speculator,
             documents,
             held_out,
             provider,
             optim=recipe.optim,
-            train=recipe.train,
+            train=section,
             seed=run.training_seed,
             device=recipe.run.device,
             num_draft_tokens=recipe.eval.num_draft_tokens,
@@ -55,6 +62,7 @@ def train(run: Run, force: bool) -> None:
                 "prompt": run.prompt_kwargs,
             },
             run_config=recipe.model_dump(mode="json"),
+            decode=decode if decode.prompts else None,
         )
         return {**asdict(result), "held_out_coverage": coverage}, {
             "documents": len(documents),

@@ -106,8 +106,7 @@ def finish_checkpoint(
         if optimizer is not None:
             check_tensors(optimizer, {name: tensor.shape for name, tensor in optimizer.items()})
             _write_tensors(temporary / OPTIMIZER_FILE, optimizer)
-        _write_tensors(temporary / MODEL_FILE, model)
-        atomic_write_json(temporary / SPECULATOR_FILE, dict(speculator_config))
+        write_speculator(temporary, model, speculator_config)
         atomic_write_json(temporary / STATE_FILE, asdict(state))
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         atomic_write_json(
@@ -121,6 +120,12 @@ def finish_checkpoint(
         shutil.rmtree(final)
     os.replace(temporary, final)
     return final
+
+
+def write_speculator(directory: Path, model: Mapping[str, Tensor], speculator_config: Mapping[str, Any]) -> None:
+    """The two files that a speculator is built from again: its weights and its configuration."""
+    _write_tensors(directory / MODEL_FILE, model)
+    atomic_write_json(directory / SPECULATOR_FILE, dict(speculator_config))
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:

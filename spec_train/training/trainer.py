@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
+from rich.console import Console
 from torch import Tensor
 
 from spec_train.batch import Batch
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from spec_train.recipe import OptimSection, TrainSection
 
 Provider = Callable[[Batch], Batch]  # adds hidden states to a batch that is on the device
+Decode = Callable[[Path], dict[str, float]]  # figures of a real decode with the speculator of a checkpoint directory
 
 
 class NonFiniteError(RunFailure):
@@ -105,6 +108,7 @@ def train(
     output_dir: Path,
     speculator_config: Mapping[str, Any],
     run_config: Mapping[str, Any],
+    decode: Decode | None = None,
 ) -> TrainResult:
     """Train `speculator` in place, or resume where an earlier call with the same `output_dir` stopped.
 
@@ -114,6 +118,8 @@ def train(
     num_draft_tokens   depths K of the renewal estimate on `held_out`; the first decides which checkpoint is best
     output_dir         gets checkpoints/, log.jsonl and result.json
     speculator_config  saved in every checkpoint, to build the module again; `run_config` goes to the trackers
+    decode             called on the main process at every evaluation, its figures are logged beside the estimates;
+                       given on every process or on none
 
     Raises UserError on bad input or a run that does not match `output_dir`, NonFiniteError when training diverges.
     """
@@ -140,6 +146,8 @@ def train(
             improved = False
             if held_out and (state.step % eval_every == 0 or last):
                 scores = run.evaluate()
+                if decode is not None:
+                    scores |= run.decode(decode, speculator_config)
                 improved = state.best_value is None or scores[run.metric] > state.best_value
                 if improved:
                     state.best_step, state.best_value = state.step, scores[run.metric]
@@ -314,6 +322,24 @@ class _Run:
                 hits += self.speculator.draft_hits(batch, max(self.num_draft_tokens))
         sums = accelerator.reduce(estimate_sums(hits, self.num_draft_tokens).to(accelerator.device), "sum")
         return estimate_figures(sums, self.num_draft_tokens)
+
+    def decode(self, decode: Decode, speculator_config: Mapping[str, Any]) -> dict[str, float]:
+        """The figures of `decode` on the main process, nothing elsewhere. It gets the weights as files, gathered from
+        whatever engine shards them, and builds its own speculator from them."""
+        tensors = parallel.model_tensors(self.accelerator, self.model)
+        if not self.accelerator.is_main_process:
+            return {}
+        directory = self.root / "decode.tmp"
+        ckpt.begin_checkpoint(directory)
+        ckpt.write_speculator(directory, tensors, speculator_config)
+        try:
+            return decode(directory)
+        except torch.OutOfMemoryError:
+            message = "train: no memory left for a decode beside training; set train.decode_prompts=0 or lower it"
+            Console(stderr=True).print(message, style="yellow", markup=False, soft_wrap=True)
+            return {}
+        finally:
+            shutil.rmtree(directory)
 
     def save(self, state: ckpt.TrainState, speculator_config: Mapping[str, Any]) -> None:
         """A complete checkpoint, then best.json, then the removal of old ones: in this order nothing is ever lost."""

@@ -81,6 +81,17 @@ def test_a_run_is_lossless_and_its_estimate_is_its_decode(finished: Path) -> Non
     assert all(form["reload"]["problems"] == [] for form in report)
 
 
+def test_the_training_log_shows_estimates_beside_a_decode(finished: Path) -> None:
+    log = Run(load_recipe(finished)).directory / "train" / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    evaluations = [line for line in lines if "renewal@3" in line]
+    assert evaluations
+    for line in evaluations:
+        assert {"position_average@3", "conditional_acceptance_1"} <= line.keys()
+        assert line["decode@3"] == line["decode_renewal@3"]
+        assert line["decode_text_equal"] == 1.0
+
+
 def test_held_out_prompts_are_not_trained_on(finished: Path) -> None:
     run = Run(load_recipe(finished))
     prompts = [{tuple(d.input_ids[: d.spans[0][0]]) for d in documents_of(run, s)} for s in ("train", "held_out")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_train.batch import Batch
-from tests.toy_speculator import toy_states, toy_train
+from tests.toy_speculator import mean_weight, toy_states, toy_train
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
                 raise KeyboardInterrupt
         return toy_states(batch)
 
-    toy_train(Path(sys.argv[1]), provider=provide, **arguments)
+    toy_train(Path(sys.argv[1]), provider=provide, decode=mean_weight, **arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
 from spec_train.evaluation.metrics import position_intervals, summarise
+from spec_train.evaluation.plots import Curve, training_curves
 from spec_train.evaluation.report import result_name
 from spec_train.evaluation.run_report import collect, write_report
 
@@ -117,6 +118,16 @@ def test_collect_finds_runs_inside_a_folder_and_reads_nothing_twice(run):
     assert len(found.results) == 3
     assert [curve.name for curve in found.curves] == ["my-run"]
     assert found.curves[0].series["decode@3"] == [(3, 1.7)]
+
+
+def test_training_curves_show_estimate_decode_and_the_estimate_on_the_decoded_answers():
+    series = {"loss": [(1, 4.0), (3, 2.0)], "renewal@3": [(3, 1.8)], "decode@3": [(3, 1.7)]}
+    shown = [
+        training_curves([Curve("run", {key: series[key] for key in keys})])
+        for keys in (["loss"], ["loss", "renewal@3"], ["loss", "renewal@3", "decode@3"])
+    ]
+    shown.append(training_curves([Curve("run", {**series, "decode_renewal@3": [(3, 1.7)]})]))
+    assert len(set(shown)) == 4
 
 
 def test_a_folder_without_results_or_a_wrong_file_is_refused(tmp_path):

@@ -217,6 +217,18 @@ def test_another_run_is_not_resumed(tmp_path: Path) -> None:
         toy_train(tmp_path / "empty", documents=[])
 
 
+def test_a_decode_that_needs_too_much_memory_does_not_stop_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_much(checkpoint: Path) -> dict[str, float]:
+        raise torch.OutOfMemoryError
+
+    result = toy_train(tmp_path, max_steps=4, eval_every=2, decode=too_much)
+    assert result.steps == 4
+    assert capsys.readouterr().err.count("set train.decode_prompts=0 or lower it") == 2
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*.tmp")] == []
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_half_precision_states_train_and_evaluate(tmp_path: Path, precision: str) -> None:
     def half(batch: Batch) -> Batch:
