@@ -117,6 +117,8 @@ class TargetModel:
             raise UserError(
                 f"target.model {name}: cannot be loaded ({first}); give a local folder or a reachable hub id"
             ) from error
+        except ImportError as error:  # a quantised checkpoint whose library is missing
+            raise UserError(f"target.model {name}: cannot be loaded: {' '.join(str(error).split())}") from error
         return cls(model.to(device), name, torch.device(device))
 
     # ------------------------------------------------------------------ output head

@@ -3,11 +3,13 @@ and narrow layers, random weights, and a byte-level tokenizer whose template mar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3Config,
@@ -162,6 +164,11 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
         ["<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
         LLAMA,
     ),
+    "llama3_fp8": (
+        llama3,
+        ["<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+        LLAMA,
+    ),
     "qwen3_moe": (qwen3_moe, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
     "gemma3": (gemma3, ["<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>"], GEMMA3),
     "phi4": (phi4, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<|im_sep|>"], PHI4),
@@ -208,4 +215,32 @@ def family_target(family: str, folder: Path) -> Path:
     place = folder / family
     model.eval().save_pretrained(place)
     tokenizer.save_pretrained(place)
+    if family.endswith("_fp8"):
+        quantise(place)
     return place
+
+
+def quantise(place: Path) -> None:
+    """Rewrite a checkpoint as llm-compressor's FP8 ones are: a scale for each row of a projection, the output head
+    untouched. Activations are left alone: rounded to eight bits, a sum's last bit shows, and nothing can be equal."""
+    tensors = {}
+    for name, value in load_file(place / "model.safetensors").items():
+        tensors[name] = value
+        if name.endswith("proj.weight"):
+            scale = value.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+            tensors[name], tensors[f"{name}_scale"] = (value / scale).to(torch.float8_e4m3fn), scale
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": "channel", "dynamic": False},
+    }
+    config = json.loads((place / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (place / "config.json").write_text(json.dumps(config))

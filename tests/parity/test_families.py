@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spec_train.batch import FeatureSpec
 from spec_train.decoding.sampling import Sampling
+from spec_train.errors import UserError
 from spec_train.target import TargetModel
 from tests.families import FAMILIES, family_target
 
@@ -19,6 +22,8 @@ PROMPTS = [list(range(40, 75)), [7, 9], list(range(100, 111))]
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Any]:
     """Our target beside the model as transformers loads and runs it."""
+    if request.param.endswith("_fp8"):
+        pytest.importorskip("compressed_tensors")
     folder = family_target(request.param, tmp_path_factory.mktemp("families"))
     auto = AutoModelForImageTextToText if request.param == "mistral_small" else AutoModelForCausalLM
     own = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -78,3 +83,16 @@ def test_steps_after_rejected_drafts_see_nothing_of_them(pair: tuple[TargetModel
     for row, prompt in enumerate(PROMPTS):
         text = prompt + drafts[row, : kept[row]].tolist() + more[row].tolist()
         close(target.logits(last[row]), own(input_ids=torch.tensor([text])).logits[0, -3:])
+
+
+def test_what_a_target_lacks_is_said_in_one_line(tmp_path: Path) -> None:
+    """A quantised checkpoint without its library; a model that is no language model."""
+    config = json.loads((family_target("llama3", tmp_path) / "config.json").read_text())
+    file = tmp_path / "llama3" / "config.json"
+    file.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(UserError, match=r"(?i)cannot be loaded: .*gptq") as caught:
+        TargetModel.load(str(file.parent))
+    assert "\n" not in str(caught.value)
+    file.write_text(json.dumps({"model_type": "vit", "hidden_size": 48}))
+    with pytest.raises(UserError, match="vit is not a language model"):
+        TargetModel.load(str(file.parent))
