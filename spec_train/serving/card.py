@@ -12,12 +12,10 @@ import re
 from typing import Any
 
 import spec_train
-from spec_train.evaluation.report import CAPTION, result_markdown
-from spec_train.serving.contract import serve_command
+from spec_train.serving.card_body import body
 from spec_train.serving.facts import Facts
 
 _MARKER = re.compile(r"<!-- card by spec-train \S+, sha256 ([0-9a-f]{64}) -->\n?\Z")
-WHOLE_MODELS = ("draft_model",)  # vLLM's names of methods whose export is a language model by itself
 
 
 def write_card(facts: Facts) -> str:
@@ -34,12 +32,15 @@ def edited_by_hand(card: str) -> bool:
 
 
 def metadata(facts: Facts) -> Any:
-    """The card's metadata as huggingface_hub's ModelCardData."""
+    """The card's metadata as huggingface_hub's ModelCardData.
+
+    The Hub knows four relations to a base model: finetune, adapter, merge and quantized. A whole model that starts from
+    another is a finetune. A head is none of the four, and gives no relation, as published heads do. `library_name` is
+    what loads the files: without one the Hub would offer code for transformers, which cannot load a head.
+    """
     from huggingface_hub import ModelCardData
 
-    about = facts.description
-    whole = about["format"] == "stitched" or about["method"] in WHOLE_MODELS
-    library = "transformers" if whole else "speculators" if about["format"] == "speculators" else "vllm"
+    base_model, relation = _base_model(facts)
     sources = facts.recipe.get("data", {}).get("sources", [])
     datasets = [source["hub"].partition(":")[0] for source in sources if source.get("hub")]
     return ModelCardData(
@@ -47,46 +48,72 @@ def metadata(facts: Facts) -> Any:
         license_name=facts.license.get("license_name"),
         license_link=facts.license.get("license_link"),
         language=facts.hub.language or None,
-        library_name=library,
+        library_name=_library(facts),
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", about["type"], "vllm", "spec-train", *facts.hub.tags],
-        base_model=facts.base_model,
-        base_model_relation="finetune" if whole and facts.base_model else None,
+        tags=_tags(facts),
+        base_model=base_model,
+        base_model_relation=relation,
         datasets=list(dict.fromkeys(datasets)) or None,
         model_name=facts.repo_id.partition("/")[2],
         eval_results=_eval_results(facts) or None,
     )
 
 
+def _base_model(facts: Facts) -> tuple[str | None, str | None]:
+    """(base model, relation). A draft model that starts from another checkpoint descends from that one."""
+    options = facts.recipe.get("speculator", {})
+    start = options.get("start_model")
+    if start is not None and "/" in start:
+        return start, "finetune"
+    whole = facts.description["format"] == "stitched" or options.get("start_layers") is not None
+    return facts.base_model, "finetune" if whole and facts.base_model else None
+
+
+def _library(facts: Facts) -> str:
+    about = facts.description
+    if about["plugin"]:
+        return "spec-train"
+    if about["format"] == "speculators":
+        return "speculators"
+    return "transformers" if about["format"] == "stitched" or about["method"] == "draft_model" else "vllm"
+
+
+def _tags(facts: Facts) -> list[str]:
+    about = facts.description
+    tags = ["speculative-decoding", about["type"].replace("_", "-"), "vllm", "spec-train"]
+    return [*tags, *(["speculators"] if about["format"] == "speculators" else []), *facts.hub.tags]
+
+
 def _eval_results(facts: Facts) -> list[Any]:
-    """What the Hub shows beside the card: the acceptance length of every suite, K and temperature."""
+    """What the Hub shows beside the card, for every suite, K and temperature."""
     from huggingface_hub import EvalResult
 
-    results = []
+    found = []
     for result in facts.own_results:
         k, temperature = result["num_draft_tokens"], result["temperature"]
-        results.append(
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=result["suite"],
-                dataset_name=result["suite"],
-                metric_type="mean_acceptance_length",
-                metric_name=f"mean acceptance length (K={k}, temperature {temperature:g})",
-                metric_value=result["mean_acceptance_length"],
-                metric_args={"num_draft_tokens": k, "temperature": temperature},
+        tree = f" {result['tree']['name']}" if result.get("tree") else ""
+        setting = f"K={k}{tree}, temperature {temperature:g}"
+        metrics = {
+            "mean_acceptance_length": ("mean acceptance length", result["mean_acceptance_length"]),
+            "tokens_per_step": ("tokens per target pass", result["tokens_per_step"]),
+        }
+        if result["speed"]:
+            metrics["speedup"] = (f"speed-up on {result['device']}", result["speed"]["speedup"])
+        for kind, (name, value) in metrics.items():
+            arguments: dict[str, Any] = {"num_draft_tokens": k, "temperature": temperature}
+            if kind == "mean_acceptance_length":
+                arguments["ci95"] = result["mean_acceptance_length_ci95"]
+            found.append(
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=result["suite"],
+                    dataset_name=result["suite"],
+                    metric_type=kind,
+                    metric_name=f"{name} ({setting})",
+                    metric_value=value,
+                    metric_args=arguments,
+                    source_name="spec-train",
+                    source_url=f"https://huggingface.co/{facts.repo_id}/tree/main/eval",
+                )
             )
-        )
-    return results
-
-
-def body(facts: Facts) -> str:
-    """The Markdown below the metadata."""
-    about = facts.description
-    command = serve_command(facts.repo_id, about["target_id"], about, about["num_draft_tokens"])
-    parts = [f"# {facts.repo_id.partition('/')[2]}", f"A speculator ({about['type']}) for `{about['target_id']}`."]
-    if facts.notes:
-        parts.append(facts.notes)
-    parts += ["## Serve", f"```bash\n{command}\n```"]
-    parts.append("## Acceptance")
-    parts += [result_markdown(facts.results).strip(), CAPTION] if facts.results else ["Not measured."]
-    return "\n\n".join(parts) + "\n"
+    return found

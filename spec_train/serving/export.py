@@ -54,12 +54,14 @@ def export(
     num_draft_tokens: int,
     golden: dict[str, Tensor] | None,
     provenance: dict[str, Any],
+    tokenizer: Any = None,
 ) -> Path:
     """Write `checkpoint` to `directory` and return its absolute path.
 
     `target_id`: hub id or path of the target; a path is written absolute, because vLLM resolves it from wherever it
     is started. `num_draft_tokens`: the K that the serve command, and the speculators format, name. `golden`: see
-    `serving/golden.py`; None leaves it out. `provenance`: whatever the manifest knows, JSON-able.
+    `serving/golden.py`; None leaves it out. `provenance`: whatever the manifest knows, JSON-able. `tokenizer`:
+    saved beside a draft that is a language model by itself; vLLM takes the target's.
     Raises UserError if vLLM would not load the result as it was trained, or if `directory` is not ours to replace.
     """
     directory = directory.absolute()
@@ -99,6 +101,8 @@ def export(
             _write_json(work / "config.json", config)
             save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
             _read_back(work / "model.safetensors", tensors)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
         _write_json(work / EXPORT_FILE, description)
         (work / "README.md").write_text(readme(description, directory))
         if golden is not None:

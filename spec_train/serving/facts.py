@@ -74,6 +74,10 @@ def read_facts(export_dir: Path, repo_id: str, overrides: Sequence[str] = (), re
     license_ = _license(hub, stored["target_id"])
     if not license_:
         unknown.append("the licence: set hub.license=..., an identifier of the Hub such as apache-2.0")
+    for source in stored_recipe.get("data", {}).get("sources", []):
+        if not source.get("license"):
+            name = source.get("hub") or source.get("member") or source["path"]
+            unknown.append(f"the licence of the training data {file_name(name)}: data.sources[].license of the recipe")
     return Facts(
         repo_id=repo_id,
         description=description,
@@ -90,13 +94,15 @@ def read_facts(export_dir: Path, repo_id: str, overrides: Sequence[str] = (), re
 
 def public_recipe(recipe: dict[str, Any], target: str | None = None) -> dict[str, Any]:
     """A resolved recipe (as JSON) without places on this machine. Files count by their names, to be put beside the
-    recipe; `target` takes the place of a local target."""
+    recipe; `target`: what stands in the place of target.model."""
     recipe = copy.deepcopy(recipe)
     recipe["run"].update(output_dir=f"runs/{recipe['run']['name']}", data_dir=None)
     section = recipe["target"]
+    if target is not None and section["model"] is not None:
+        section["model"] = target
     for key in ("model", "tokenizer"):
         if section.get(key) and _is_place(section[key]):
-            section[key] = target if key == "model" and target else Path(section[key]).name
+            section[key] = Path(section[key]).name
     if section.get("chat_template"):
         section["chat_template"] = file_name(section["chat_template"])
     for source in recipe["data"]["sources"]:
@@ -114,14 +120,12 @@ def public_recipe(recipe: dict[str, Any], target: str | None = None) -> dict[str
 def public_description(description: dict[str, Any], target: str) -> dict[str, Any]:
     """export.json without places on this machine; `target`: the target's Hub id."""
     description = copy.deepcopy(description)
-    if Path(description["target_id"]).is_absolute():
+    local = Path(description["target_id"]).is_absolute()
+    if local:
         description["target_id"] = target
     provenance = description["provenance"]
     if "recipe" in provenance:
-        provenance["recipe"] = public_recipe(provenance["recipe"], target)
-    for key in ("best_checkpoint", "last_checkpoint"):
-        if key in provenance.get("training", {}):
-            provenance["training"][key] = Path(provenance["training"][key]).name
+        provenance["recipe"] = public_recipe(provenance["recipe"], target if local else None)
     if _is_place(provenance.get("target", {}).get("name", "")):
         provenance["target"]["name"] = Path(provenance["target"]["name"]).name
     return description
@@ -142,7 +146,7 @@ def public_result(result: dict[str, Any], target: str) -> dict[str, Any]:
 
 
 def file_name(path: str) -> str:
-    """The last part of a path; bundled files (`asset:`) and plain names stay as they are."""
+    """The last part of a path; bundled files (`asset:`) stay as they are."""
     return path if path.startswith(ASSET_PREFIX) else Path(path).name
 
 

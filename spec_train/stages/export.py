@@ -61,6 +61,7 @@ def export(run: Run, force: bool) -> None:
                 num_draft_tokens=recipe.export.verify_num_draft_tokens,
                 golden=golden,
                 provenance=provenance,
+                tokenizer=run.tokenizer if serving.method == "draft_model" else None,
             )
             k = recipe.export.verify_num_draft_tokens
             commands[form] = serve_command(folder, run.target_path, read_export(folder), k)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from spec_train.errors import UserError
 from spec_train.serving.contract import PLUGIN_KEY
 from spec_train.speculators import medusa_heads, mlp_heads
-from spec_train.speculators.head_files import export_tensors, head_type, read_json, weight_files
+from spec_train.speculators.head_files import export_tensors, find_head, head_type, read_json, weight_files
 from spec_train.speculators.heads import DraftHeads
 
 if TYPE_CHECKING:
@@ -113,16 +113,17 @@ def rows_to_read(num_drafts: list[int], num_new: list[int]) -> list[int | None]:
 
 
 def export_directory(model: str, additional_config: Any) -> Path:
-    """The folder named as vLLM's speculative `model` or in `additional_config`. Raises UserError if none is, or it is
-    not an export."""
+    """The folder named as vLLM's speculative `model` or in `additional_config`, where a Hub id will do: it is fetched
+    as vLLM fetches models. Raises UserError if nothing is named, or it is not an export."""
     path = additional_config.get(PLUGIN_KEY) if isinstance(additional_config, dict) else None
     if Path(model).is_dir():  # see register.py
         path = model
     if not isinstance(path, str) or not path:
         raise UserError(f'SpecTrainProposer needs --additional-config \'{{"{PLUGIN_KEY}": "/path/to/export"}}\'')
-    if not Path(path, "config.json").is_file() or not weight_files(Path(path)):
+    folder = find_head(path)
+    if not (folder / "config.json").is_file() or not weight_files(folder):
         raise UserError(f"{PLUGIN_KEY} is {path}, which has no config.json and weights: name the folder of an export")
-    return Path(path)
+    return folder
 
 
 def load_heads(directory: Path) -> DraftHeads:

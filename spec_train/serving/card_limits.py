@@ -1,0 +1,91 @@
+"""What a card must say against its own model: what was not tried, and where it was tried and did not help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spec_train.serving.facts import Facts
+
+
+def limits(facts: Facts) -> list[str]:
+    """One list of what is on record; empty where nothing is."""
+    found = [*_training_limits(facts), *_measured_limits(facts)]
+    return ["\n".join(f"- {line}" for line in found)] if found else []
+
+
+def _training_limits(facts: Facts) -> list[str]:
+    """What the recipe confines the speculator to."""
+    if not facts.recipe:
+        return ["How it was trained is not on record."]
+    target, data, answers = (facts.recipe[name] for name in ("target", "data", "responses"))
+    name = facts.description["provenance"].get("target", {}).get("name", "")
+    lines = []
+    if facts.base_model and name != facts.base_model:
+        lines.append(f"Trained and measured on {name}; acceptance with other weights was not measured.")
+    prompt = f"the system prompt {target['system_prompt']!r}" if target["system_prompt"] else "no system prompt"
+    template = f"the template {Path(target['chat_template']).name}" if target["chat_template"] else "its chat template"
+    kwargs = "".join(f", {key}={value!r}" for key, value in target["chat_template_kwargs"].items())
+    lines.append(f"Trained with {template}{kwargs} and {prompt}; acceptance under others was not measured.")
+    length = f"Trained on at most {data['max_length']:,} tokens of context"
+    if answers["mode"] == "regenerate":
+        length += f" and answers of at most {answers['max_new_tokens']:,} tokens"
+    lines.append(f"{length}; longer ones were not measured.")
+    vocabulary = facts.recipe["speculator"].get("draft_vocab_size")
+    coverage = facts.description["provenance"].get("training", {}).get("held_out_coverage")
+    if vocabulary and coverage is not None:
+        lines.append(
+            f"It drafts {vocabulary:,} of the model's tokens, which were {coverage:.1%} of the held-out answers; the "
+            "others it never drafts."
+        )
+    return lines
+
+
+def _measured_limits(facts: Facts) -> list[str]:
+    """Where a measurement says something against it, or does not reach."""
+    results = facts.own_results
+    if not results:
+        return []
+    lines = []
+    temperatures = sorted({result["temperature"] for result in results})
+    lines.append(f"Measured at temperature {', '.join(f'{t:g}' for t in temperatures)} only.")
+    for suite, seen in {r["suite"]: r["overlap"] for r in results if r.get("overlap")}.items():
+        hits = seen["exact"] + seen["near"]
+        if hits:
+            lines.append(
+                f"{hits} of the {seen['checked']} prompts of {suite} are in the training data ({seen['exact']} exact, "
+                f"{seen['near']} near): its figures flatter what was trained."
+            )
+        else:
+            lines.append(f"None of the {seen['checked']} prompts of {suite} is in the training data.")
+    if not any(r["suite"] != "held_out" for r in results):
+        lines.append("Measured on held-out prompts of the training data's own kind; other kinds were not measured.")
+    slower = [_where(r) for r in results if r["speed"] and r["speed"]["speedup"] < 1]
+    if slower:
+        lines.append(f"Slower than plain decoding on the machine above: {', '.join(slower)}.")
+    lines += _baselines_ahead(facts)
+    if results[0]["device"].startswith("cpu"):
+        lines.append("Speed was timed on a CPU; a GPU has other costs, and its gain was not measured.")
+    elif not any(r["speed"] for r in results):
+        lines.append("Speed was not measured.")
+    return lines
+
+
+def _baselines_ahead(facts: Facts) -> list[str]:
+    """Baselines that give at least as many tokens a pass as the speculator at its best on the same prompts."""
+    lines = []
+    for key in dict.fromkeys((r["suite"], r["temperature"]) for r in facts.own_results):
+        same = [r for r in facts.results if (r["suite"], r["temperature"]) == key]
+        own = max(r["tokens_per_step"] for r in same if r in facts.own_results)
+        ahead = [r for r in same if r not in facts.own_results and r["tokens_per_step"] >= own]
+        lines += [
+            f"{r['type']} with K={r['num_draft_tokens']} gave {r['tokens_per_step']:.2f} tokens a pass on {key[0]} "
+            f"at temperature {key[1]:g}, this speculator {own:.2f} at best."
+            for r in ahead
+        ]
+    return lines
+
+
+def _where(result: dict[str, Any]) -> str:
+    place = f"{result['suite']} K={result['num_draft_tokens']} temperature {result['temperature']:g}"
+    return f"{place} ({result['speed']['speedup']:.2f}x)"
