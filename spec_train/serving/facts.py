@@ -109,9 +109,9 @@ def public_recipe(recipe: dict[str, Any], target: str | None = None) -> dict[str
         if source.get("path"):
             source["path"] = file_name(source["path"])
     recipe["eval"]["suites"] = [file_name(suite) for suite in recipe["eval"]["suites"]]
-    start = recipe["speculator"].get("start_model")
-    if start and _is_place(start):
-        recipe["speculator"]["start_model"] = Path(start).name
+    for key, value in recipe["speculator"].items():  # the checkpoint that it starts from, as a method calls it
+        if isinstance(value, str) and "/" in value and _is_place(value):
+            recipe["speculator"][key] = Path(value).name
     if "hub" in recipe:
         recipe["hub"]["card_notes"] = None  # the card has them
     return recipe
