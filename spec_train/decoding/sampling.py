@@ -168,7 +168,9 @@ class RequestGenerators:
     """
 
     def __init__(self, sampling: Sampling, requests: Sequence[int], stream: str = "target") -> None:
-        self.generators = [_generator(sampling.seed, stream, request) for request in requests]
+        self.generators = [
+            torch.Generator().manual_seed(request_seed(sampling.seed, stream, request)) for request in requests
+        ]
 
     def select(self, rows: Tensor | Sequence[int]) -> RequestGenerators:
         """The generators of the chosen rows; they go on where they stand."""
@@ -195,7 +197,8 @@ class RequestGenerators:
         return draw_at(probs_BV, self.uniform(ones)[:, 0])
 
 
-def _generator(seed: int, stream: str, request: int) -> torch.Generator:
-    """Seeds are hashed: torch's CPU generator reads 32 bits only, and neighbouring seeds must not share a stream."""
+def request_seed(seed: int, stream: str, request: int) -> int:
+    """The seed of one request's generator, hashed: torch's CPU generator reads 32 bits only, and neighbouring seeds
+    must not share a stream."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{request}".encode(), digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return int.from_bytes(digest, "little")

@@ -15,7 +15,7 @@ from spec_train.data.batches import build_batch
 from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import DecodeTrace, Timings
+from spec_train.decoding.trace import DecodeTrace, RequestTrace, Timings
 from spec_train.decoding.tree import tree_decode
 from spec_train.decoding.tree_draft import TreeShape
 from spec_train.errors import UserError
@@ -201,6 +201,22 @@ def _timed(
     return speed
 
 
+def response_hits(
+    target: TargetModel, speculator: Speculator, requests: Sequence[RequestTrace], num_draft_tokens: int
+) -> list[ResponseHits]:
+    """Teacher-forced drafts along the answers of `requests`, in the order of their length."""
+    documents = [
+        Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
+        for r in requests
+    ]
+    hits: list[ResponseHits] = []
+    for rows in _rows_of(documents):
+        batch = build_batch(documents, rows).to(target.device)
+        filled = target.fill_features(batch, speculator.feature_spec, target.dtype)
+        hits += speculator.draft_hits(filled, num_draft_tokens)
+    return hits
+
+
 def estimator(
     target: TargetModel, speculator: Speculator, reference: DecodeTrace, max_draft_tokens: int
 ) -> Callable[[int], dict[str, Any]]:
@@ -209,15 +225,7 @@ def estimator(
     At temperature 0 it equals what decoding measures, to the last counted token. On sampled text it has the expectation
     of what decoding measures (`training/acceptance.py`), with an interval over the prompts.
     """
-    documents = [
-        Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
-        for r in reference.requests
-    ]
-    hits: list[ResponseHits] = []
-    for rows in _rows_of(documents):
-        batch = build_batch(documents, rows).to(target.device)
-        filled = target.fill_features(batch, speculator.feature_spec, target.dtype)
-        hits += speculator.draft_hits(filled, max_draft_tokens)
+    hits = response_hits(target, speculator, reference.requests, max_draft_tokens)
 
     def estimate(num_draft_tokens: int) -> dict[str, Any]:
         counts = renewal_counts(hits, num_draft_tokens)

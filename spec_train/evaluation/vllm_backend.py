@@ -12,24 +12,24 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spec_train.data.chat import load_tokenizer
-from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.sampling import Sampling, request_seed
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import RunFailure, UserError
 from spec_train.evaluation.evaluate import render_suite
 from spec_train.evaluation.metrics import compare_lossless, summarise, vllm_counters
-from spec_train.evaluation.turns import Suite
+from spec_train.evaluation.turns import Suite, next_turn
 from spec_train.manifest import package_versions
 from spec_train.serving import contract
 from spec_train.serving.export import read_export
 from spec_train.serving.processes import TIMEOUT_S, VLLM_ENVIRONMENT, engine_arguments, needed_positions, run_worker
-from spec_train.serving.verify import check_input, local_folder, served_folder, stop_token_ids
+from spec_train.serving.verify import check_input, context_length, local_folder, served_folder, stop_token_ids
 from spec_train.speculators import recorded_prompt
 
 EVAL_WORKER = "spec_train.serving.vllm_eval_worker"
@@ -125,12 +125,13 @@ def evaluate_prompts(
     dtype: str = "float32",
     timeout_s: float = TIMEOUT_S,
 ) -> list[dict[str, Any]]:
-    """`evaluate_in_vllm` of rendered prompts at one temperature, all engines one after the other in one process."""
+    """`evaluate_in_vllm` of rendered prompts at one temperature; later turns follow vLLM's own plain answers."""
     kind, method = names_of(subject)
+    common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "dtype": dtype, "timeout_s": timeout_s}
+    suite = with_answers(subject, target_dir, suite, sampling, max(num_draft_tokens), max(concurrency), common)
     base, *runs = run_engines(
-        subject, target_dir, suite, sampling, num_draft_tokens=num_draft_tokens, concurrency=concurrency,
-        max_new_tokens=max_new_tokens, dtype=dtype, timeout_s=timeout_s,
-    )  # fmt: skip
+        subject, target_dir, suite, sampling, num_draft_tokens=[0, *num_draft_tokens], concurrency=concurrency, **common
+    )
     results = []
     for k, loads in zip(num_draft_tokens, runs, strict=True):
         for plain, load in zip(base, loads, strict=True):
@@ -165,6 +166,28 @@ def evaluate_prompts(
     return results
 
 
+def with_answers(
+    subject: str,
+    target_dir: Path,
+    suite: Suite,
+    sampling: Sampling,
+    deepest: int,
+    concurrency: int,
+    common: dict[str, Any],
+) -> Suite:
+    """`suite` with every later turn in it, each rendered from the engine's answers without speculation. A conversation
+    ends before a turn that would not fit into the context with its answer and `deepest` drafts."""
+    turn, suite = suite, replace(suite, follow_ups=[])
+    while turn.follow_ups:
+        (load,) = run_engines(
+            subject, target_dir, turn, sampling, num_draft_tokens=[0], concurrency=[concurrency], **common
+        )[0]
+        room = context_length(target_dir) - needed_positions([[]], common["max_new_tokens"], deepest) + 1
+        turn = next_turn(turn, trace_of(load, turn, 0).requests, room)
+        suite = suite.joined(turn)
+    return suite
+
+
 def names_of(subject: str) -> tuple[str, str]:
     """(our name of the method, vLLM's) of an export or a baseline."""
     if subject in BASELINES:
@@ -197,44 +220,61 @@ def run_engines(
     max_new_tokens: int,
     dtype: str = "float32",
     timeout_s: float = TIMEOUT_S,
+    indices: Sequence[int] | None = None,
 ) -> list[list[LoadRun]]:
-    """Decode without speculation and at each K: first the plain loads, then those of every K, by concurrency."""
+    """Decode at each K (0: without speculation): the loads of every K, by concurrency. `indices`: places of these
+    prompts in a larger run, which seed them (default: their order).
+
+    Every engine has a process of its own: numba, which vLLM loads for n-grams, keeps a second CPU engine of the same
+    process from starting, and none finds memory that another one holds.
+    """
     check_sampling(sampling)
-    deepest = max(num_draft_tokens)
+    deepest, loads = max(num_draft_tokens), list(concurrency)
     check_input(target_dir, suite.prompts, max_new_tokens, deepest)
     length = needed_positions(suite.prompts, max_new_tokens, deepest)
-    common = engine_arguments(str(target_dir), length, max(concurrency), dtype, sampling.seed)
-    loads, told = list(concurrency), {"per_request_spec_decode_metrics": "summary"}
-    with ExitStack() as folders:
-        engines: list[dict[str, Any]] = [{"arguments": common, "loads": loads}]
-        for k in num_draft_tokens:
-            if subject in BASELINES:
-                arguments = {"speculative_config": baseline_config(subject, k)}
-            else:
-                folder = folders.enter_context(served_folder(Path(subject).absolute(), target_dir))
-                arguments = contract.engine_arguments(folder, str(target_dir), read_export(Path(subject)), k)
-            if "speculative_config" in arguments and sampling.draft_sample_method == "probabilistic":
-                arguments["speculative_config"]["draft_sample_method"] = "probabilistic"
-            if "speculative_config" in arguments and sampling.rejection_sample_method == "block":
-                arguments["speculative_config"]["rejection_sample_method"] = "block"
+    common = engine_arguments(str(target_dir), length, max(loads), dtype, sampling.seed)
+    job = {
+        "prompts": suite.prompts,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": stop_token_ids(target_dir),
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seeds": [request_seed(sampling.seed, "vllm", place) for place in indices or range(len(suite.prompts))],
+        "repair_cpu_sampling": needs_repair(sampling),
+    }
+    runs: list[list[LoadRun]] = []
+    for k in num_draft_tokens:
+        with ExitStack() as folders:
+            arguments = common | _speculation(subject, target_dir, k, sampling, folders)
             # Suffix decoding learns from what it has served: every load begins with an engine that has seen nothing.
-            groups = [[load] for load in loads] if subject == "suffix" else [loads]
-            engines += [{"arguments": {**common, **arguments, **told}, "loads": group} for group in groups]
-        job = {
-            "engines": engines,
-            "prompts": suite.prompts,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": stop_token_ids(target_dir),
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed,
-            "repair_cpu_sampling": needs_repair(sampling),
-        }
-        done = run_worker(EVAL_WORKER, job, VLLM_ENVIRONMENT, timeout_s)["engines"]
-    flat = [LoadRun(**run) for engine in done for run in engine]
-    return [flat[i : i + len(loads)] for i in range(0, len(flat), len(loads))]
+            groups = [[load] for load in loads] if subject == "suffix" and k else [loads]
+            runs.append([])
+            for group in groups:
+                engine = {**job, "arguments": arguments, "loads": group}
+                done = run_worker(EVAL_WORKER, engine, VLLM_ENVIRONMENT, timeout_s)["loads"]
+                runs[-1] += [LoadRun(**run) for run in done]
+    return runs
+
+
+def _speculation(
+    subject: str, target_dir: Path, num_draft_tokens: int, sampling: Sampling, folders: ExitStack
+) -> dict[str, Any]:
+    """The engine's further arguments at one K; none without speculation."""
+    if num_draft_tokens == 0:
+        return {}
+    if subject in BASELINES:
+        arguments: dict[str, Any] = {"speculative_config": baseline_config(subject, num_draft_tokens)}
+    else:
+        folder = folders.enter_context(served_folder(Path(subject).absolute(), target_dir))
+        description = read_export(Path(subject))
+        arguments = contract.engine_arguments(folder, str(target_dir), description, num_draft_tokens)
+    if sampling.draft_sample_method == "probabilistic":
+        arguments["speculative_config"]["draft_sample_method"] = "probabilistic"
+    if sampling.rejection_sample_method == "block":
+        arguments["speculative_config"]["rejection_sample_method"] = "block"
+    return {**arguments, "per_request_spec_decode_metrics": "summary"}
 
 
 def baseline_config(subject: str, num_draft_tokens: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ request, must be the one our decoder drafted. vLLM's own counters must be the su
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -211,14 +212,20 @@ def check_input(target_dir: Path, prompts: list[list[int]], max_new_tokens: int,
     config = _read_json(target_dir / "config.json")
     if not prompts or min(map(len, prompts)) < 2:
         raise UserError("verify needs prompts of at least 2 tokens each: vLLM pads the drafts of a one-token prompt")
-    limit = (config.get("text_config") or config).get("max_position_embeddings")
+    limit = context_length(target_dir)
     needed = needed_positions(prompts, max_new_tokens, num_draft_tokens)
-    if limit is not None and needed > limit:
+    if needed > limit:
         raise UserError(
             f"the longest prompt and its answer need {needed} positions in vLLM, the target has {limit}: verify with "
             "shorter prompts or fewer new tokens"
         )
     _check_head_dim("target", config)
+
+
+def context_length(target_dir: Path) -> int:
+    """The positions that the target's config allows; as good as unlimited where it names none."""
+    config = _read_json(target_dir / "config.json")
+    return int((config.get("text_config") or config).get("max_position_embeddings") or sys.maxsize)
 
 
 def _check_head_dim(name: str, config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Decode a suite in vLLM engines, in a process of their own, at one or more loads: `JOB.json OUT.json`.
+"""Decode a suite in a vLLM engine, in a process of its own, at one or more loads: `JOB.json OUT.json`.
 
 The engine runs inside this process, as in `vllm_worker`, so that each round of each request is seen as well as
 counted. How many requests run together is set in the scheduler between two loads: one engine serves them all.
@@ -6,7 +6,6 @@ counted. How many requests run together is set in the scheduler between two load
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
@@ -19,17 +18,13 @@ WARM_UP_TOKENS = 8
 
 
 def main(job_path: str, out_path: str) -> None:
-    """Read the job, run its engines one after the other, write the results."""
+    """Read the job, run its engine, write the results."""
     job: dict[str, Any] = json.loads(Path(job_path).read_text())
     if job["repair_cpu_sampling"]:
         from spec_train.serving.vllm_plugin.cpu_sampling import repair
 
         repair()
-    engines = []
-    for engine in job["engines"]:
-        engines.append(run(engine["arguments"], engine["loads"], job))
-        gc.collect()  # engines hold cycles; the next one wants the memory
-    Path(out_path).write_text(json.dumps({"engines": engines}))
+    Path(out_path).write_text(json.dumps({"loads": run(job["arguments"], job["loads"], job)}))
 
 
 def run(arguments: dict[str, Any], loads: list[int], job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,10 +56,7 @@ def run(arguments: dict[str, Any], loads: list[int], job: dict[str, Any]) -> lis
     runs = []
     for concurrency in loads:
         scheduler.max_num_active_reqs = concurrency
-        settings = [
-            SamplingParams(max_tokens=job["max_new_tokens"], seed=job["seed"] + index, **common)
-            for index in range(len(prompts))
-        ]
+        settings = [SamplingParams(max_tokens=job["max_new_tokens"], seed=seed, **common) for seed in job["seeds"]]
         before = counters(engine)
         started = time.perf_counter()
         outputs = engine.generate(prompts, settings, use_tqdm=False)

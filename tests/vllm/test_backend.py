@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from spec_train.batch import FeatureSpec
+from spec_train.data.chat import load_tokenizer
 from spec_train.decoding.engine import speculative_decode
 from spec_train.decoding.sampling import Sampling, target_probs
 from spec_train.errors import UserError
-from spec_train.evaluation.evaluate import Suite
+from spec_train.evaluation.agreement import Journal, Plan, compare_sides, measure_here, measure_in_vllm
+from spec_train.evaluation.evaluate import EvalSettings, Suite, decode_reference, render_suite
 from spec_train.evaluation.load_report import load_table
 from spec_train.evaluation.metrics import vllm_counters
 from spec_train.evaluation.vllm_backend import check_sampling, check_subject, evaluate_prompts
@@ -75,6 +78,25 @@ def test_counters_are_ours(case: Case) -> None:
     assert load_table(results, "tiny").row_count == 2
 
 
+def test_later_turns_and_several_depths_of_prompt_lookup(case: Case, tmp_path: Path) -> None:
+    """Second turns hold vLLM's own answers, one too long for the context is left out, and a second n-gram engine
+    starts (numba keeps two of them from sharing a process)."""
+    turns = [["one two three", "say that again"], ["two plus two?"], ["hello", "x" * 500]]
+    file = tmp_path / "turns.jsonl"
+    file.write_text("".join(json.dumps({"id": f"q{i}", "turns": texts}) + "\n" for i, texts in enumerate(turns)))
+    tokenizer = load_tokenizer(str(case.path))
+    suite = render_suite(str(file), tokenizer, {})
+    common: dict[str, Any] = {"max_new_tokens": 8, "concurrency": [4]}
+    results = evaluate_prompts("ngram", case.path, suite, Sampling(), num_draft_tokens=[2, 4], **common)
+    ours = decode_reference(case.target, suite, EvalSettings(Sampling(), 8, 4))
+    assert ours.suite.ids == ["q0/1", "q1", "q2/1", "q0/2"]
+    assert [result["num_draft_tokens"] for result in results] == [2, 4]
+    for result in results:
+        assert result["num_prompts"] == 4
+        assert result["outputs"] == [request.output_ids for request in ours.trace.requests]
+        assert result["lossless"]["identical"] == 4
+
+
 def test_sampling_that_vllm_refuses_or_ignores_is_refused_first() -> None:
     check_sampling(Sampling(1.0, top_k=5, top_p=0.9, draft_sample_method="probabilistic"))
     with pytest.raises(UserError, match="min_p"):
@@ -87,6 +109,29 @@ def test_sampling_that_vllm_refuses_or_ignores_is_refused_first() -> None:
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not an export"):
         check_subject(str(tmp_path))
+
+
+def test_sampled_agreement(case: Case, tmp_path: Path) -> None:
+    """Estimate, decode and vLLM, each on continuations of its own, give the same acceptance length; a journal that
+    lacks some of vLLM's prompts starts an engine for those alone and comes to the same counts."""
+    plan = Plan(samples=80, num_draft_tokens=K, temperature=0.2, max_new_tokens=NEW_TOKENS, batch_size=80)
+    speculator = load_speculator(case.export_dir, case.target)
+    journal = Journal(tmp_path / "counts.jsonl", {})
+    for side in ("estimate", "decode"):
+        measure_here(side, case.target, speculator, case.suite, plan, journal)
+    measure_in_vllm(case.export_dir, case.path, case.suite, plan, journal, 3, "float32")
+    result = compare_sides(journal, 4)
+    assert len(result["pairs"]) == 3
+    for pair in result["pairs"]:  # of three 95% intervals one may well be missed on another machine's arithmetic
+        assert abs(pair["difference"]) < 0.75 * (pair["ci95"][1] - pair["ci95"][0]) < 0.04
+    for side in result["sides"].values():
+        assert side["continuations"] == 320 and side["tau"] > 1.1
+    lines = (tmp_path / "counts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "counts.jsonl").write_text("".join(lines[:-2]))
+    again = Journal(tmp_path / "counts.jsonl", {})
+    assert again.missing("vllm", 4) == [2, 3]
+    measure_in_vllm(case.export_dir, case.path, case.suite, plan, again, 3, "float32")
+    assert again.found["vllm", 3] == journal.found["vllm", 3]
 
 
 def test_sampled_text_follows_the_law(case: Case) -> None:
