@@ -242,7 +242,7 @@ class EvalSection(Section):
     max_new_tokens: PositiveInt | None = None
     max_prompts: PositiveInt | None = None
     batch_size: PositiveInt = 16
-    baselines: list[Literal["ngram", "suffix", "untrained"]] = ["ngram"]
+    baselines: list[Literal["ngram", "suffix", "untrained", "assisted"]] = ["ngram"]
     ngram_min: PositiveInt = 2
     ngram_max: PositiveInt = 4
     ngram_windows: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]] | None = Field(

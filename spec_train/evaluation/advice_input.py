@@ -105,7 +105,7 @@ def _read_all(paths: Sequence[Path]) -> tuple[list[tuple[dict[str, Any], Path]],
         entries = content if isinstance(content, list) else [content]
         for entry in entries:
             if isinstance(entry, dict) and "conditional_acceptance_rate_per_position" in entry:
-                if entry["type"] != "plain" and entry["num_spec_steps"]:
+                if entry["type"] not in ("plain", "assisted") and entry["num_spec_steps"]:
                     found.append((entry, file))
             elif file in paths:
                 raise UserError(f"{file}: not a result of spec-train eval")

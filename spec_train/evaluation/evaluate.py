@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from spec_train.data.batches import build_batch
 from spec_train.data.documents import Document
@@ -19,6 +20,7 @@ from spec_train.decoding.trace import DecodeTrace, RequestTrace, Timings
 from spec_train.decoding.tree import tree_decode
 from spec_train.decoding.tree_draft import TreeShape
 from spec_train.errors import UserError
+from spec_train.evaluation.assisted import assisted_decode, assisted_speed
 from spec_train.evaluation.metrics import batched_speed, compare_lossless, speed_summary, summarise, tokens_per_step
 from spec_train.evaluation.recall import top_k_recall
 from spec_train.evaluation.report import result_name, write_results
@@ -52,7 +54,8 @@ class EvalSettings:
 @dataclass(frozen=True)
 class Contender:
     """A proposer to measure: `kind` our name of the method, `name` which one it is, `method` vLLM's name where that is
-    another. With `tree` it drafts trees of that shape, and `num_draft_tokens` is their depth."""
+    another. With `tree` it drafts trees of that shape, and `num_draft_tokens` is their depth; with `assistant`, the
+    draft as a Transformers model, it is `transformers` that decodes."""
 
     kind: str
     name: str
@@ -60,9 +63,12 @@ class Contender:
     num_draft_tokens: tuple[int, ...]
     method: str = ""
     tree: TreeShape | None = None
+    assistant: PreTrainedModel | None = None
 
     def decode(self, target: TargetModel, **arguments: Any) -> DecodeTrace:
-        """`speculative_decode`, or `tree_decode` for trees."""
+        """`speculative_decode`, or `tree_decode` for trees, or `assisted_decode`."""
+        if self.assistant is not None:
+            return assisted_decode(target, self.assistant, **arguments)
         if self.tree is None:
             return speculative_decode(target, self.proposer, **arguments)
         assert isinstance(self.proposer, Speculator)
@@ -144,7 +150,7 @@ def evaluate(
         )
     greedy = settings.sampling.greedy
     speed = _timed(target, contender, suite, settings, num_draft_tokens) if settings.speed_prompts else None
-    if speed is not None:
+    if speed is not None and contender.assistant is None:  # assisted generation knows no batches
         speed["batched"] = batched_speed(reference.trace, trace)
     result = summarise(
         trace,
@@ -188,8 +194,13 @@ def _timed(
         "max_new_tokens": settings.speed_new_tokens or settings.max_new_tokens,
     }
     plain, spec = [], []
-    total = settings.speed_rounds * 2
-    with progress(f"{suite.name}: timing K={num_draft_tokens}", total) as advance:
+    total = settings.speed_rounds * (2 if contender.assistant is None else 3)
+    with progress(f"{suite.name}: timing {contender.kind} K={num_draft_tokens}", total, "runs") as advance:
+        if contender.assistant is not None:
+            return assisted_speed(
+                target, contender.proposer, contender.assistant, prompts, num_draft_tokens=num_draft_tokens,
+                max_new_tokens=common["max_new_tokens"], rounds=settings.speed_rounds, on_progress=advance,
+            )  # fmt: skip
         for _ in range(settings.speed_rounds):
             plain.append(plain_decode(target, prompts, **common))
             advance(1)
@@ -263,6 +274,13 @@ def speculator_contender(
     )
 
 
+def assisted_contender(
+    speculator: Speculator, assistant: PreTrainedModel, num_draft_tokens: Sequence[int]
+) -> Contender:
+    """Assisted generation of `transformers` with a draft language model. See `assisted.assistant_of`."""
+    return Contender("assisted", "transformers", speculator, tuple(num_draft_tokens), assistant=assistant)
+
+
 def tree_contenders(
     speculator: Speculator, name: str, trees: Sequence[TreeShape], kind: str | None = None
 ) -> list[Contender]:
@@ -291,6 +309,8 @@ def evaluate_suite(
     plain = {"suite": suite.name, "type": "plain", "num_draft_tokens": 0, "temperature": settings.sampling.temperature}
     plain_trace = trace_path(directory / result_name({**plain, "draft_sample_method": "greedy"})) if directory else None
     for contender in contenders:
+        if contender.assistant is not None and not settings.sampling.greedy:
+            continue  # measured greedily only
         estimate = None
         for k in contender.num_draft_tokens:
             key = {
@@ -311,6 +331,7 @@ def evaluate_suite(
             suite = reference.suite
             proposer = contender.proposer
             wanted = estimate is None and contender.tree is None and settings.sampling.judged_by_text
+            wanted = wanted and contender.assistant is None
             if isinstance(proposer, Speculator) and wanted:
                 estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
             partial = partial_path(trace_path(done)) if done else None

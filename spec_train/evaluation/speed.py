@@ -63,15 +63,15 @@ def bench_decoding(
         return _tokens_and_seconds(traces[name])
 
     sides: dict[str, Callable[[], tuple[int, float]]] = {
-        "generate": lambda: _generate(target, single, max_new_tokens),
+        "generate": lambda: stock_generate(target, single, max_new_tokens),
         "plain": lambda: plain(1, single, "plain"),
         "speculative": lambda: spec(1, single, "speculative"),
         "plain_batched": lambda: plain(batch_size, prompts, "plain_batched"),
         "speculative_batched": lambda: spec(batch_size, prompts, "speculative_batched"),
     }
     if assistant is not None:
-        sides["assisted"] = lambda: _generate(target, single, max_new_tokens, assistant, k)
-    _generate(target, single[:1], 4)  # the first pass of a process allocates and compiles
+        sides["assisted"] = lambda: stock_generate(target, single, max_new_tokens, assistant, k)
+    stock_generate(target, single[:1], 4)  # the first pass of a process allocates and compiles
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
@@ -108,7 +108,14 @@ def bench_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _generate(
+def draft_constantly(assistant: PreTrainedModel, num_draft_tokens: int) -> None:
+    """Let `transformers` draft K tokens in every round, as we do."""
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = num_draft_tokens, "constant"
+    settings.assistant_confidence_threshold = 0.0
+
+
+def stock_generate(
     target: TargetModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
@@ -119,9 +126,7 @@ def _generate(
     model: Any = target.model
     extra: dict[str, Any] = {"assistant_model": assistant} if assistant is not None else {}
     if assistant is not None:
-        assistant.generation_config.num_assistant_tokens = num_draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
+        draft_constantly(assistant, num_draft_tokens)
     tokens, begun = 0, clock(target.device)
     for prompt in prompts:
         ids = torch.tensor([prompt], device=target.device)

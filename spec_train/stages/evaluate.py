@@ -11,10 +11,12 @@ from rich.console import Console
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.tree_draft import TreeShape, dynamic_tree, static_tree
 from spec_train.errors import UserError
+from spec_train.evaluation.assisted import assistant_of
 from spec_train.evaluation.costs import measure_costs, write_costs
 from spec_train.evaluation.evaluate import (
     Contender,
     EvalSettings,
+    assisted_contender,
     evaluate_suite,
     ngram_contender,
     render_suite,
@@ -98,7 +100,18 @@ def contenders_of(run: Run, target: TargetModel) -> list[Contender]:
         contenders.append(start_contender(run, target, section.num_draft_tokens))
     trained = load_speculator(checkpoint, target)
     contenders.append(speculator_contender(trained, str(checkpoint), section.num_draft_tokens))
+    if "assisted" in section.baselines:
+        assistant, reason = assistant_of(trained, target)
+        if assistant is not None:
+            contenders.append(assisted_contender(trained, assistant, section.num_draft_tokens))
+            reason = "at temperature 0 only" if any(section.temperature) else ""
+        if reason:
+            _warn(f"baseline assisted: {'left out, ' if assistant is None else ''}{reason}")
     return [*contenders, *tree_contenders(trained, str(checkpoint), [_shape(tree) for tree in section.trees])]
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(f"eval: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _shape(tree: TreeSection) -> TreeShape:
@@ -132,7 +145,7 @@ def evaluate(run: Run, force: bool) -> None:
             suite = suite_of(run, name)
             seen = overlap_with_run(suite, run.stage_directory("prompts"))
             if warning := overlap_warning(name, seen):
-                Console(stderr=True).print(f"eval: {warning}", style="yellow", markup=False, soft_wrap=True)
+                _warn(warning)
             for temperature in recipe.eval.temperature:
                 found = evaluate_suite(
                     target,
@@ -144,7 +157,8 @@ def evaluate(run: Run, force: bool) -> None:
                 )
                 results += [{**result, "overlap": seen} for result in found]
         write_results(stage.directory, results)
-        for contender in contenders if recipe.eval.measure_costs else ():
+        own = [contender for contender in contenders if contender.assistant is None]
+        for contender in own if recipe.eval.measure_costs else ():
             costs = measure_costs(target, contender.proposer, deepest=max(contender.num_draft_tokens))
             write_costs(stage.directory, contender.kind, costs)
         names = dict.fromkeys(result_name(result) for result in results)
