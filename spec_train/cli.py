@@ -96,12 +96,19 @@ def run(
     force: Annotated[
         list[str] | None, typer.Option("--force", metavar="STAGE|all", help="Make this stage anew; may be repeated")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what each stage would do; write nothing")] = False,
 ) -> None:
     """Every stage of a recipe in order, skipping what is current. May be interrupted and repeated."""
     unknown = [stage for stage in force or () if stage not in (*STAGES, "all")]
     if unknown:
         raise UserError(f"--force {unknown[0]}: no such stage; stages are {', '.join(STAGES)}, or all")
     loaded = _load(recipe, overrides)
+    if dry_run:
+        from spec_train.dry_run import plan
+
+        for stage, state, text in plan(loaded):
+            _console().print(f"{stage:<10} {state:<6} {text}", markup=False)
+        return
     from spec_train.pipeline import run_all
 
     run_all(loaded, force=set(STAGES) if "all" in (force or ()) else set(force or ()))

@@ -39,7 +39,13 @@ GEOMETRY: dict[str, Any] = {
     "transformers_version": "4.51.0",
 }
 LAYOUTS = ("eagle3", "eagle3 qwen3", "specforge", "speculators", "eagle1", "ibm", "ibm untied", "arctic", "medusa")
-METHOD = {"specforge": "eagle3", "speculators": "eagle3", "ibm": "mlp", "ibm untied": "mlp", "arctic": "mlp"}  # else the first word
+METHOD = {
+    "specforge": "eagle3",
+    "speculators": "eagle3",
+    "ibm": "mlp",
+    "ibm untied": "mlp",
+    "arctic": "mlp",
+}  # else the first word
 
 
 class Draw:
