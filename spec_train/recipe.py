@@ -156,8 +156,12 @@ class SpeculatorOptions(Section):
         """The options that decide which hidden states are read."""
         return {}
 
+    def start(self) -> str | None:
+        """The trained head that training goes on from; None for a fresh one."""
+        return None
+
     def start_is_baseline(self) -> bool:
-        """Whether evaluation shows the untrained start beside the result, because it is a draft in its own right."""
+        """Whether evaluation shows the start beside the result, because it is a draft in its own right."""
         return False
 
     def max_draft_tokens(self) -> int | None:

@@ -167,10 +167,24 @@ class Run:
         }
 
 
+def start_identity(recipe: Recipe) -> dict[str, Any]:
+    """Which trained head a run goes on from: its name and what its files hold; empty for a fresh one."""
+    from spec_train.speculators.head_files import find_head
+
+    start = recipe.speculator.start()
+    if start is None:
+        return {}
+    folder = find_head(start, "speculator.start_from ")
+    files = [folder / name for name in ("speculator.json", "config.json") if (folder / name).is_file()]
+    configs = {file.name: file_sha256(file) for file in files}
+    return {"start": {"name": start, "weights": weights_fingerprint(str(folder)), **configs}}
+
+
 def weights_fingerprint(target: str) -> str | None:
     """A hash over names, sizes, headers and sampled blocks of a local checkpoint's weight files; None for a hub id."""
     folder = Path(target)
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if folder.is_dir() else []
+    patterns = ("*.safetensors", "*.bin", "*.pt")
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern)) if folder.is_dir() else []
     if not files:
         return None
     digest = hashlib.sha256()

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFTED = 64, 128, 4, 2, 32, 320, 96
+HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, DRAFTED = 64, 128, 4, 2, 32, 320, 240
 GEOMETRY: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": WIDE,
@@ -39,13 +39,8 @@ GEOMETRY: dict[str, Any] = {
     "transformers_version": "4.51.0",
 }
 LAYOUTS = ("eagle3", "eagle3 qwen3", "specforge", "speculators", "eagle1", "ibm", "ibm untied", "arctic", "medusa")
-METHOD = {
-    "specforge": "eagle3",
-    "speculators": "eagle3",
-    "ibm": "mlp",
-    "ibm untied": "mlp",
-    "arctic": "mlp",
-}  # else the first word
+# Our names of the methods; where none is given, the first word.
+METHOD = {"specforge": "eagle3", "speculators": "eagle3", "ibm": "mlp", "ibm untied": "mlp", "arctic": "mlp"}
 
 
 class Draw:

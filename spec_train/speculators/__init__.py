@@ -50,6 +50,16 @@ def load_speculator(path: Path, target: TargetModel) -> Speculator:
     `path`: a training checkpoint (speculator.json) or an export in any format (config.json), of ours or of another
     tool, see `head_files.py`. Raises UserError.
     """
+    from spec_train.speculators.start import StartableSpeculator
+
+    head = read_speculator(path, target).to(target.device, target.dtype)
+    if isinstance(head, StartableSpeculator):
+        head.borrow(target)  # again: only now do dtype and device agree
+    return head.eval().requires_grad_(False)
+
+
+def read_speculator(path: Path, target: TargetModel) -> Speculator:
+    """`load_speculator` in the precision of the reader: an export in float32, a checkpoint in the target's dtype."""
     if (path / "speculator.json").is_file():
         saved = read_json(path / "speculator.json")
         return speculator_class(saved["type"]).from_checkpoint(path, saved["config"], target)
@@ -61,8 +71,7 @@ def load_speculator(path: Path, target: TargetModel) -> Speculator:
     shipped = tensors.pop(EMBEDDING, None)
     if shipped is not None and not torch_equal(shipped, target.embedding.weight):
         raise UserError(f"{path}: {EMBEDDING} is not the embedding of {target.name}, which heads here share")
-    head = speculator_class(head_type(path, config, tensors)).from_serving(config, tensors, target)
-    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+    return speculator_class(head_type(path, config, tensors)).from_serving(config, tensors, target)
 
 
 def torch_equal(shipped: Tensor, own: Tensor) -> bool:

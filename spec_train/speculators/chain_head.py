@@ -33,10 +33,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spec_train.batch import Batch, Features
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
-from spec_train.speculators.base import Committed, ResponseHits, Speculator
+from spec_train.speculators.base import Committed, ResponseHits
 from spec_train.speculators.distillation import chain_hits
 from spec_train.speculators.heads import config_value
 from spec_train.speculators.layers import DraftLayer, ttt_attention
+from spec_train.speculators.start import StartableSpeculator
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
 
@@ -116,6 +117,13 @@ def _old_rope(layer: dict[str, Any]) -> dict[str, Any]:
     return {**scaling, "rope_theta": layer.get("rope_theta", 10000.0)}
 
 
+def position_limit(config: LayerConfig, target: TargetModel) -> int:
+    """max_position_embeddings of a head that is trained on: the target's, which engines ask for and published heads
+    often lack, where the rotary embedding does not depend on it."""
+    free = config.rope_parameters.get("rope_type", "default") in ("default", "linear", "llama3")
+    return target.max_length if free else config.max_position_embeddings
+
+
 def llama_tensors(target: TargetModel) -> dict[str, Tensor] | None:
     """float32 tensors of the target's last layer by Llama's names, None where the layer is of another kind."""
     source = dict(target.layers[-1].named_parameters())
@@ -160,7 +168,7 @@ class Context:
     position_BQ: Tensor
 
 
-class ChainHead(Speculator):
+class ChainHead(StartableSpeculator):
     """Training pass, estimate and decoding of such a head. Subclasses own the parameters: `layers` (DraftLayers), and
     the frozen `embedding_VH` of the target."""
 

@@ -20,7 +20,7 @@ Shape legend: see `base.py`; further Q query positions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,21 +32,25 @@ from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.errors import UserError
-from spec_train.recipe import NonNegative, PositiveInt, Probability, SpeculatorOptions
+from spec_train.recipe import NonNegative, PositiveInt, Probability
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
-from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, served_geometry
+from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, position_limit, served_geometry
 from spec_train.speculators.distillation import chain_loss, depth_weights, target_distributions
 from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import DraftLayer, layer_geometry
 from spec_train.speculators.losses import LossKind
+from spec_train.speculators.start import StartOptions
 from spec_train.speculators.supervision import supervised_queries
 from spec_train.target import TargetModel
 
+TRAINING = ("ttt_steps", "step_decay", "loss", "lk_eta", "feature_loss_weight", "gradient_checkpointing")
 OUTPUT_SCALE = 0.1  # of what a fresh layer adds to the residual, which is normed here and not in the target
 
 
-class Eagle1Options(SpeculatorOptions):
+class Eagle1Options(StartOptions):
     """EAGLE-1. `loss_vocab_size` null takes the loss over the target's whole vocabulary."""
+
+    of_the_head = ("num_layers", "init")
 
     type: Literal["eagle1"]
     num_layers: PositiveInt = 1
@@ -112,11 +116,8 @@ class Eagle1(ChainHead):
         own state, and from its last layer where that is one of Llama's kind.
 
         Raises UserError for rotary embeddings that the head cannot copy."""
-        names = ("num_layers", "ttt_steps", "step_decay", "loss", "lk_eta", "feature_loss_weight")
-        config = Eagle1Config(
-            **layer_geometry(target),
-            **{name: getattr(options, name) for name in (*names, "gradient_checkpointing")},
-        )
+        training = {name: getattr(options, name) for name in TRAINING}
+        config = Eagle1Config(**layer_geometry(target), num_layers=options.num_layers, **training)
         generator = torch.Generator().manual_seed(seed)
         head = cls(config)
         for module in head.modules():
@@ -127,12 +128,25 @@ class Eagle1(ChainHead):
             _start_from_target(head, target, options.init == "target_layer", generator)
         return head
 
+    def head_options(self) -> dict[str, Any]:
+        """See `StartableSpeculator.head_options`."""
+        return {"num_layers": self.config.num_layers}
+
+    def continued(self, options: Any, loss_ids_D: Tensor) -> Self:
+        """See `StartableSpeculator.continued`."""
+        training = {name: getattr(options, name) for name in TRAINING}
+        limit = position_limit(self.config, self.target)
+        head = type(self)(replace(self.config, **training, max_position_embeddings=limit))
+        head.load_state_dict(self.state_dict())
+        head.borrow(self.target, loss_ids_D)
+        return head
+
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
         head = cls(Eagle1Config(**saved))
         load_strictly(head, load_file(checkpoint / "model.safetensors"), str(checkpoint))
-        return head._frozen(target, str(checkpoint))
+        return head._frozen(target, str(checkpoint)).to(target.device, target.dtype)
 
     def _frozen(self, target: TargetModel, where: str) -> Self:
         config = self.config
@@ -141,7 +155,7 @@ class Eagle1(ChainHead):
                 f"{where}: trained for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "
                 f"{target.name} has {target.vocab_size} and {target.hidden_size}"
             )
-        self.to(target.device, target.dtype).borrow(target)
+        self.borrow(target)
         return self.eval().requires_grad_(False)
 
     def borrow(self, target: TargetModel, loss_ids_D: Tensor | None = None) -> None:

@@ -19,7 +19,7 @@ Shape legend: see `base.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -33,18 +33,25 @@ from spec_train.data.draft_vocab import map_problem
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
-from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, served_geometry
+from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, position_limit, served_geometry
 from spec_train.speculators.distillation import chain_loss, depth_weights, target_distributions
+from spec_train.speculators.head_files import find_head, read_json
 from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import DraftLayer, RMSNorm, layer_geometry
 from spec_train.speculators.losses import LossKind
+from spec_train.speculators.start import KEY, StartOptions, is_checkpoint
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
 
 
-class AuxHeadOptions(SpeculatorOptions):
+class AuxHeadOptions(StartOptions):
     """What EAGLE-3 and P-EAGLE share. `draft_vocab_size` null keeps the target's vocabulary; `aux_layer_ids` null
     takes the default ids."""
+
+    of_the_head = (
+        *("num_layers", "draft_vocab_size", "aux_layer_ids", "norm_before_fc", "fc_norm", "norm_before_residual"),
+        *("qk_norm", "init", "norm_output", "mask_token_id"),
+    )
 
     num_layers: PositiveInt = 1
     step_decay: Probability = 0.8
@@ -67,7 +74,7 @@ class AuxHeadOptions(SpeculatorOptions):
 
     def vocab_limit(self) -> int | None:
         """See `SpeculatorOptions.vocab_limit`."""
-        return self.draft_vocab_size
+        return self.draft_vocab_size if self.start_from is None else None
 
     def feature_options(self) -> dict[str, Any]:
         """See `SpeculatorOptions.feature_options`."""
@@ -150,8 +157,15 @@ class Eagle3(ChainHead):
     # ------------------------------------------------------------------ construction
     @classmethod
     def required_features(cls, options: Any, target: TargetModel) -> FeatureSpec:
-        """The states that a head with these recipe options reads."""
-        return FeatureSpec(aux_layer_ids(options.aux_layer_ids, target.num_layers), last_hidden=True)
+        """The states that a head with these recipe options reads, or the one that it starts from."""
+        ids = options.aux_layer_ids
+        if options.start_from is not None:
+            folder = find_head(options.start_from, f"{KEY} ")
+            if is_checkpoint(folder):
+                ids = read_json(folder / "speculator.json")["config"].get("aux_layer_ids")
+            else:
+                ids = cls._served_fields(read_json(folder / "config.json"), target)["aux_layer_ids"]
+        return FeatureSpec(aux_layer_ids(ids, target.num_layers), last_hidden=True)
 
     @classmethod
     def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Self:
@@ -176,6 +190,31 @@ class Eagle3(ChainHead):
             if init == "target_layer":
                 _copy_last_layer(head, target)
         return head
+
+    def head_options(self) -> dict[str, Any]:
+        """See `StartableSpeculator.head_options`."""
+        config = self.config
+        names = ("num_layers", "draft_vocab_size", "norm_before_fc", "fc_norm", "norm_before_residual", "qk_norm")
+        own = {name: getattr(config, name) for name in (*names, "norm_output")}
+        return {**own, "aux_layer_ids": list(config.aux_layer_ids)}
+
+    def training_options(self, options: Any) -> dict[str, Any]:
+        """The fields of the config that say how a head is trained."""
+        names = ("ttt_steps", "step_decay", "loss", "lk_eta", "gradient_checkpointing")
+        return {name: getattr(options, name) for name in names}
+
+    def continued(self, options: Any, loss_ids_D: Tensor) -> Self:
+        """See `StartableSpeculator.continued`. The map between the vocabularies stays the head's own."""
+        limit = position_limit(self.config, self.target)
+        config = replace(self.config, **self.training_options(options), max_position_embeddings=limit)
+        head = type(self)(config, self.draft_ids_D.cpu())
+        head.load_state_dict(self.state_dict())
+        head.borrow(self.target)
+        return head
+
+    def drafted_ids(self) -> Tensor | None:
+        """See `StartableSpeculator.drafted_ids`."""
+        return self.draft_ids_D
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:

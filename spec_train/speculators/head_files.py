@@ -31,13 +31,14 @@ HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # what is looked for, best first; others than the first found are copies
 
 
-def find_head(name: str) -> Path:
-    """The folder of a head: `name` itself, or a snapshot of the hub repository of that id. Raises UserError."""
+def find_head(name: str, key: str = "") -> Path:
+    """The folder of a head: `name` itself, or a snapshot of the hub repository of that id. Raises UserError, its line
+    begun with `key`, the recipe's word for it."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if not re.fullmatch(HUB_ID, name):
-        raise UserError(f"{name}: no such folder; give that of a checkpoint or export, or a hub id, OWNER/NAME")
+        raise UserError(f"{key}{name}: no such folder; give that of a checkpoint or export, or a hub id, OWNER/NAME")
     from huggingface_hub import snapshot_download
 
     try:
@@ -45,7 +46,7 @@ def find_head(name: str) -> Path:
     except (OSError, ValueError) as error:  # offline, not found, no access, or not a valid id
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{name}: no such folder, and the Hub does not give it ({first}); give a folder, or download it once online"
+            f"{key}{name}: no such folder, and the Hub does not give it ({first}); give a folder, or fetch it online"
         ) from error
 
 

@@ -114,6 +114,13 @@ class Mlp(MultiHead):
             elif isinstance(module, nn.Linear) and self.config.shape.cell == "mlp":
                 module.weight.mul_(0.1).add_(torch.eye(inner))
 
+    def head_options(self) -> dict[str, Any]:
+        """See `StartableSpeculator.head_options`."""
+        own = super().head_options()
+        if self.config.shape.cell == "mlp":
+            del own["tie_lstm_embs"]  # means nothing here
+        return own
+
     def serving(self) -> ServingCheckpoint:
         """IBM's config and names; Arctic's for the cell sum_lstm."""
         shape = self.config.shape

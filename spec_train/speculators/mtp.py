@@ -36,13 +36,12 @@ from torch.utils.checkpoint import checkpoint
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
-from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
+from spec_train.recipe import PositiveInt, Probability
 from spec_train.speculators.base import (
     Committed,
     LossOutput,
     ResponseHits,
     ServingCheckpoint,
-    Speculator,
 )
 from spec_train.speculators.chain_head import HeadState
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
@@ -59,16 +58,20 @@ from spec_train.speculators.mtp_layouts import (
     shipped_head,
     target_folder,
 )
+from spec_train.speculators.start import StartableSpeculator, StartOptions
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
 
+TRAINING = ("ttt_steps", "step_weights", "step_decay", "loss", "lk_eta", "gradient_checkpointing")
 FASTMTP_DECAY = 0.6
 ROWS = 512  # rows of full-vocabulary logits held at once
 
 
-class MtpOptions(SpeculatorOptions):
+class MtpOptions(StartOptions):
     """MTP. `loss_vocab_size`: tokens that the loss looks at (drafts come from all of them), null for all.
     `step_weights`: `decay` weights depth k by step_decay^k, `fastmtp` by 0.6^k / sum of 0.6^j."""
+
+    of_the_head = ("init",)
 
     type: Literal["mtp"]
     init: Literal["target_layer", "random", "target_head"] = "target_layer"
@@ -85,7 +88,7 @@ class MtpOptions(SpeculatorOptions):
         return self.loss_vocab_size
 
 
-class Mtp(Speculator):
+class Mtp(StartableSpeculator):
     """The head. Trained: `block`. Borrowed from the target: embedding and output head."""
 
     kind = "mtp"
@@ -122,10 +125,7 @@ class Mtp(Speculator):
     @classmethod
     def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Mtp:
         """A fresh head, or the target's own. `draft_ids_D`: ascending target ids that the loss looks at."""
-        training = {
-            name: getattr(options, name)
-            for name in ("ttt_steps", "step_weights", "step_decay", "loss", "lk_eta", "gradient_checkpointing")
-        }
+        training = {name: getattr(options, name) for name in TRAINING}
         if options.init == "target_head":
             layout, tensors = shipped_head(target)
             return cls._from_tensors(layout, tensors, target, draft_ids_D, **training)
@@ -168,6 +168,18 @@ class Mtp(Speculator):
             )
         head.block.load_state_dict(tensors)
         head.borrow(target)
+        return head
+
+    def head_options(self) -> dict[str, Any]:
+        """See `StartableSpeculator.head_options`: the target decides all of it."""
+        return {}
+
+    def continued(self, options: Any, loss_ids_D: Tensor) -> Mtp:
+        """See `StartableSpeculator.continued`."""
+        training = {name: getattr(options, name) for name in TRAINING}
+        head = Mtp(replace(self.config, **training), loss_ids_D)
+        head.load_state_dict(self.state_dict())
+        head.borrow(self.target)
         return head
 
     @classmethod

@@ -5,7 +5,7 @@ and drafts the token at p+2+k. A method adds its heads (see `heads.py`), how the
 served. Nothing is cached: a draft needs the last verified state and the last token only.
 
 Two stages, as IBM trains: a run on ground-truth text (responses.mode keep, speculator.loss ce), then one on the
-target's own answers with `init_from` naming the checkpoint or export of the first.
+target's own answers with `start_from` naming the checkpoint or export of the first.
 
 Shape legend: see `base.py`; further Q query positions, r the width that the output heads read.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -26,34 +26,38 @@ from torch import Tensor
 
 from spec_train.batch import Batch, FeatureSpec
 from spec_train.errors import UserError
-from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
-from spec_train.speculators.base import Committed, LossOutput, ResponseHits, Speculator
+from spec_train.recipe import PositiveInt, Probability
+from spec_train.speculators.base import Committed, LossOutput, ResponseHits
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
-from spec_train.speculators.head_files import export_tensors, read_json
 from spec_train.speculators.heads import DraftHeads, State, check_depth, load_strictly
+from spec_train.speculators.start import StartableSpeculator, StartOptions
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
 
 PROPOSER = "spec_train.serving.vllm_plugin.SpecTrainProposer"  # what drafts for these heads in vLLM
 
 
-class MultiHeadOptions(SpeculatorOptions):
-    """`draft_vocab_size` null keeps the target's vocabulary; `init_from`: a checkpoint or export to start from."""
+class MultiHeadOptions(StartOptions):
+    """`draft_vocab_size` null keeps the target's vocabulary."""
+
+    of_the_head = (
+        *("num_heads", "draft_vocab_size", "inner_dim", "tie_weights", "scale_input", "cell", "tie_lstm_embs"),
+        *("num_layers", "bias", "shared_head"),
+    )
 
     num_heads: PositiveInt = 3
     step_decay: Probability = 0.8
     draft_vocab_size: PositiveInt | None = None
     loss: Literal["ce", "kl", "lk"] = "kl"
     lk_eta: float = Field(default=3.0, gt=0)
-    init_from: str | None = None
 
     def vocab_limit(self) -> int | None:
         """See `SpeculatorOptions.vocab_limit`."""
-        return self.draft_vocab_size
+        return self.draft_vocab_size if self.start_from is None else None
 
     def max_draft_tokens(self) -> int | None:
         """See `SpeculatorOptions.max_draft_tokens`."""
-        return self.num_heads
+        return self.num_heads if self.start_from is None or "num_heads" in self.model_fields_set else None
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class _Draft:
     running: State
 
 
-class MultiHead(Speculator):
+class MultiHead(StartableSpeculator):
     """Trained: the heads. Borrowed from the target: rows of its output head, to learn from."""
 
     shape_class: ClassVar[type]
@@ -129,30 +133,14 @@ class MultiHead(Speculator):
 
     @classmethod
     def from_recipe(cls, options: Any, target: TargetModel, draft_ids_D: Tensor, seed: int) -> Self:
-        """See `Speculator.from_recipe`. Raises UserError where `init_from` does not go with the other options."""
+        """See `Speculator.from_recipe`."""
         shape = cls.shape_of(options, target)
         config = MultiHeadConfig(shape, len(draft_ids_D), options.step_decay, options.loss, options.lk_eta)
         speculator = cls(config, cls.make_heads(shape, draft_ids_D - torch.arange(len(draft_ids_D))))
         speculator.borrow(target)
         with torch.no_grad():
             speculator.initialise(target, torch.Generator().manual_seed(seed))
-            if options.init_from is not None:
-                speculator.start_from(cls.earlier_heads(Path(options.init_from)), options.init_from)
         return speculator
-
-    @classmethod
-    def earlier_heads(cls, path: Path) -> DraftHeads:
-        """The heads of a training checkpoint or an export, in the precision of the file. Raises UserError."""
-        if (path / "speculator.json").is_file():
-            saved = read_json(path / "speculator.json")
-            if saved["type"] != cls.kind:
-                raise UserError(
-                    f"speculator.init_from {path} holds a speculator of type {saved['type']}, not {cls.kind}"
-                )
-            return cls._checkpoint_heads(path, saved["config"])
-        if (path / "config.json").is_file():
-            return cls.read_serving(read_json(path / "config.json"), export_tensors(path))
-        raise UserError(f"speculator.init_from {path}: give the folder of a checkpoint (step-N) or of an export")
 
     @classmethod
     def _checkpoint_heads(cls, checkpoint: Path, saved: dict[str, Any]) -> DraftHeads:
@@ -162,30 +150,31 @@ class MultiHead(Speculator):
         load_strictly(heads, held, str(checkpoint))
         return heads
 
-    def start_from(self, earlier: DraftHeads, path: str) -> None:
-        """Take over the weights of `earlier`; of its output heads the rows of tokens that this vocabulary has too.
+    def head_options(self) -> dict[str, Any]:
+        """See `StartableSpeculator.head_options`."""
+        own = asdict(self.config.shape)
+        del own["hidden_size"], own["vocab_size"]  # the target's
+        return {**own, "draft_vocab_size": self.config.draft_vocab_size}
 
-        Raises UserError for heads of another geometry.
-        """
-        own, theirs = asdict(self.config.shape), asdict(earlier.shape)
-        differing = [f"{key} {theirs[key]} (here {own[key]})" for key in own if own[key] != theirs[key]]
-        if differing:
-            raise UserError(f"speculator.init_from {path} has {', '.join(differing)}; the stages must agree")
-        place_V = torch.full((self.config.shape.vocab_size,), -1, dtype=torch.long)
-        place_V[earlier.draft_ids_D] = torch.arange(len(earlier.d2t))
-        place_D = place_V[self.heads.draft_ids_D]
-        weights = dict(earlier.named_parameters())
-        for name, parameter in self.heads.named_parameters():
-            if name.startswith(f"{self.heads.output_heads}."):
-                parameter[place_D >= 0] = weights[name][place_D[place_D >= 0]].float()
-            else:
-                parameter.copy_(weights[name])
+    def continued(self, options: Any, loss_ids_D: Tensor) -> Self:
+        """See `StartableSpeculator.continued`. The map between the vocabularies stays the heads' own."""
+        config = replace(self.config, step_decay=options.step_decay, loss=options.loss, lk_eta=options.lk_eta)
+        heads = self.make_heads(config.shape, self.heads.d2t.cpu())
+        heads.load_state_dict(self.heads.state_dict())
+        speculator = type(self)(config, heads)
+        speculator.borrow(self._target[0])
+        return speculator
+
+    def drafted_ids(self) -> Tensor | None:
+        """See `StartableSpeculator.drafted_ids`."""
+        return self.heads.draft_ids_D
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """See `Speculator.from_checkpoint`."""
         heads = cls._checkpoint_heads(checkpoint, saved)
-        return cls._frozen(MultiHeadConfig(**{**saved, "shape": heads.shape}), heads, target, str(checkpoint))
+        head = cls._frozen(MultiHeadConfig(**{**saved, "shape": heads.shape}), heads, target, str(checkpoint))
+        return head.to(target.device, target.dtype)
 
     @classmethod
     def from_serving(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetModel) -> Self:
@@ -202,7 +191,7 @@ class MultiHead(Speculator):
                 f"{target.name} has {target.vocab_size} and {target.hidden_size}"
             )
         speculator = cls(config, heads)
-        speculator.to(target.device, target.dtype).borrow(target)
+        speculator.borrow(target)
         return speculator.eval().requires_grad_(False)
 
     def borrow(self, target: TargetModel) -> None:

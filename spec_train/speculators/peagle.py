@@ -85,6 +85,15 @@ class PEagle(Eagle3):
             nn.init.normal_(head.mask_hidden, std=0.25, generator=torch.Generator().manual_seed(seed))
         return head
 
+    def head_options(self) -> dict[str, Any]:
+        """See `StartableSpeculator.head_options`."""
+        return {**super().head_options(), "mask_token_id": self.config.mask_token_id}
+
+    def training_options(self, options: Any) -> dict[str, Any]:
+        """See `Eagle3.training_options`."""
+        names = ("step_decay", "loss", "lk_eta", "retention", "retention_min")
+        return {"ttt_steps": options.num_depths, **{name: getattr(options, name) for name in names}}
+
     def _mask_input(self) -> tuple[Tensor, Tensor]:
         """(state, embedding) that every mask row reads, [1, 1, H] each."""
         return self.project(self.mask_hidden)[None], self.embedding_VH[self.config.mask_token_id][None, None]

@@ -124,7 +124,7 @@ def start_contender(run: Run, target: TargetModel, num_draft_tokens: Sequence[in
     """The speculator as training found it."""
     start, _ = new_speculator(run, documents_of(run, "train"), documents_of(run, "held_out"))
     start.to(target.device, target.dtype).eval().requires_grad_(False)
-    kind = f"{run.recipe.speculator.type} untrained"
+    kind = f"{run.recipe.speculator.type} {'untrained' if run.recipe.speculator.start() is None else 'start'}"
     return speculator_contender(start, "as training found it", num_draft_tokens, kind)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spec_train.data.documents import Document
 from spec_train.errors import UserError
 from spec_train.manifest import Stage
-from spec_train.run import Run
+from spec_train.run import Run, start_identity
 from spec_train.speculators import speculator_class
 from spec_train.stages.common import documents_of, make_stage
 
@@ -58,6 +58,8 @@ def features(run: Run, force: bool) -> None:
         "dtype": recipe.features.dtype,
         "aux_layer_ids": recipe.features.aux_layer_ids or recipe.speculator.feature_options().get("aux_layer_ids", []),
     }
+    if recipe.features.aux_layer_ids is None and recipe.speculator.feature_options():
+        inputs |= start_identity(recipe)  # it decides the layers
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         if recipe.features.mode == "online":

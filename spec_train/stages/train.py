@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from spec_train.data.documents import Document
+from spec_train.errors import UserError
 from spec_train.manifest import Stage
-from spec_train.run import Run
+from spec_train.run import Run, start_identity
 from spec_train.speculators import speculator_class
 from spec_train.stages.common import documents_of, make_stage
 from spec_train.stages.features import feature_reader, feature_spec
@@ -34,6 +35,7 @@ def train(run: Run, force: bool) -> None:
         "train": recipe.train.model_dump(mode="json", exclude=UNINVOLVED),
         "num_draft_tokens": recipe.eval.num_draft_tokens,
         "seed": run.training_seed,
+        **start_identity(recipe),
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,6 +64,7 @@ def train(run: Run, force: bool) -> None:
                 "prompt": run.prompt_kwargs,
             },
             run_config=recipe.model_dump(mode="json"),
+            evaluate_start=recipe.speculator.start() is not None,
             decode=decode if decode.prompts else None,
         )
         return {**asdict(result), "held_out_coverage": coverage}, {
@@ -86,7 +89,8 @@ def feature_provider(run: Run) -> Callable[[Batch], Batch]:
 
 
 def new_speculator(run: Run, documents: list[Document], held_out: list[Document]) -> tuple[Speculator, float]:
-    """A fresh speculator, and the share of held-out response tokens in the vocabulary that it is confined to."""
+    """The speculator as training finds it, fresh or the recipe's `start_from`, and the share of held-out response
+    tokens in the vocabulary that it is confined to. Raises UserError where the start is not what the recipe asks."""
     import torch
 
     from spec_train.data.draft_vocab import choose_draft_vocab, coverage
@@ -103,5 +107,17 @@ def new_speculator(run: Run, documents: list[Document], held_out: list[Document]
             special_ids=target.eos_token_ids,
             tokenizer_len=len(run.tokenizer),
         )
-    fresh = speculator_class(section.type).from_recipe(section, target, ids, run.training_seed)
-    return fresh, coverage(held_out or documents, ids)
+    if section.start() is None:
+        fresh = speculator_class(section.type).from_recipe(section, target, ids, run.training_seed)
+        return fresh, coverage(held_out or documents, ids)
+    from spec_train.speculators.start import start_head
+
+    head = start_head(section, target, ids)
+    drafted, deepest = head.drafted_ids(), head.max_draft_tokens
+    asked = max(*run.recipe.eval.num_draft_tokens, run.recipe.export.verify_num_draft_tokens)
+    if deepest is not None and asked > deepest:
+        raise UserError(
+            f"eval.num_draft_tokens and export.verify_num_draft_tokens ask for {asked} drafts, "
+            f"speculator.start_from {section.start()} makes at most {deepest}; lower them"
+        )
+    return head, coverage(held_out or documents, ids if drafted is None else drafted)

@@ -50,6 +50,7 @@ class TrainState:
     seconds         spent, summed over resumes
     log_bytes       length of log.jsonl; what follows was written by steps that are taken again
     best_step, best_value  the best evaluation so far, None before the first
+    start_value     the evaluation before the first step, where training goes on from a trained head
     """
 
     plan: dict[str, Any]
@@ -60,6 +61,7 @@ class TrainState:
     log_bytes: int = 0
     best_step: int | None = None
     best_value: float | None = None
+    start_value: float | None = None
 
 
 def checkpoint_path(root: Path, step: int) -> Path:

@@ -48,13 +48,15 @@ class NonFiniteError(RunFailure):
 @dataclass(frozen=True)
 class TrainResult:
     """What a finished run leaves: the checkpoints to use, and what it cost. `peak_memory` in bytes: of the GPU, or of
-    the process on the CPU. `best_value` is None where nothing was held out."""
+    the process on the CPU. `best_value` is None where nothing was held out; `start_value` is the same metric of the
+    trained head that training went on from, None for a fresh one."""
 
     steps: int
     best_checkpoint: str
     last_checkpoint: str
     best_metric: str
     best_value: float | None
+    start_value: float | None
     trained_tokens: int
     seconds: float
     peak_memory: int
@@ -108,6 +110,7 @@ def train(
     output_dir: Path,
     speculator_config: Mapping[str, Any],
     run_config: Mapping[str, Any],
+    evaluate_start: bool = False,
     decode: Decode | None = None,
 ) -> TrainResult:
     """Train `speculator` in place, or resume where an earlier call with the same `output_dir` stopped.
@@ -118,6 +121,7 @@ def train(
     num_draft_tokens   depths K of the renewal estimate on `held_out`; the first decides which checkpoint is best
     output_dir         gets checkpoints/, log.jsonl and result.json
     speculator_config  saved in every checkpoint, to build the module again; `run_config` goes to the trackers
+    evaluate_start     log the estimate before the first step too: `speculator` has been trained before
     decode             called on the main process at every evaluation, its figures are logged beside the estimates;
                        given on every process or on none
 
@@ -135,6 +139,10 @@ def train(
     clock = Clock(state.seconds)
     eval_every = train.eval_every or train.save_every
     with log:
+        if evaluate_start and held_out and state.step == 0:
+            scores = run.measure(decode, speculator_config)
+            state.start_value = scores[run.metric]
+            log.write(0, "eval", scores, acceptance=scores[run.metric])
         for epoch, micro_batches in run.plan.steps(state.step, run.total_steps):
             figures = run.step(state.step, micro_batches)
             state.step += 1
@@ -145,9 +153,7 @@ def train(
                 log.write(state.step, "train", {"epoch": epoch, **figures})
             improved = False
             if held_out and (state.step % eval_every == 0 or last):
-                scores = run.evaluate()
-                if decode is not None:
-                    scores |= run.decode(decode, speculator_config)
+                scores = run.measure(decode, speculator_config)
                 improved = state.best_value is None or scores[run.metric] > state.best_value
                 if improved:
                     state.best_step, state.best_value = state.step, scores[run.metric]
@@ -303,6 +309,11 @@ class _Run:
         chosen = row_is_bad.tolist() if bool(row_is_bad.any()) else [True] * len(batch.row_ids)
         return [document for ids, bad in zip(batch.row_ids, chosen, strict=True) if bad for document in ids]
 
+    def measure(self, decode: Decode | None, speculator_config: Mapping[str, Any]) -> dict[str, float]:
+        """The estimates, and the figures of `decode` where it is given."""
+        scores = self.evaluate()
+        return scores if decode is None else scores | self.decode(decode, speculator_config)
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Estimates of the acceptance length on the held-out documents, shared out over processes."""
@@ -367,6 +378,7 @@ class _Run:
             last_checkpoint=str(last),
             best_metric=self.metric,
             best_value=state.best_value,
+            start_value=state.start_value,
             trained_tokens=state.trained_tokens,
             seconds=state.seconds,
             peak_memory=peak_memory(self.accelerator.device),

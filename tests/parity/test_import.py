@@ -49,7 +49,7 @@ def test_a_published_head_is_read_whole(layout: str, target: TargetModel, tmp_pa
         seen |= {f"speculator.head.{i}.weight" for i in (1, 2)}
     assert set(tensors) <= seen
     if "d2t" in tensors:
-        assert torch.equal(head.target_ids(torch.arange(96)), torch.arange(96) + tensors["d2t"])
+        assert torch.equal(head.target_ids(torch.arange(240)), torch.arange(240) + tensors["d2t"])
     settings: dict[str, Any] = {"sampling": Sampling(), "max_new_tokens": 8, "batch_size": 2}
     trace = speculative_decode(target, head, PROMPTS, num_draft_tokens=3, **settings)
     plain = plain_decode(target, PROMPTS, **settings)
@@ -94,7 +94,7 @@ def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
 
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("eagle3", absolute, {}, r"d2t must be offsets.*looks like absolute ids"),
-    ("eagle3", lambda t: without(t, "d2t", "t2d"), {}, r"drafts from 96 of 320 tokens and has no d2t"),
+    ("eagle3", lambda t: without(t, "d2t", "t2d"), {}, r"drafts from 240 of 320 tokens and has no d2t"),
     ("eagle3", lambda t: without(t, "midlayer.hidden_norm.weight"), {}, r"missing tensors \['layers.0.hidden_norm"),
     ("specforge", lambda t: {**t, "extra.weight": torch.ones(2)}, {}, r"unknown tensors \['extra.weight'\]"),
     ("specforge", dict, {"hidden_size": 32}, r"width 32; .* has 320 and 64"),

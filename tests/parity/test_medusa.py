@@ -194,5 +194,3 @@ def test_resumed_training_is_the_same(target: TargetModel, tmp_path: Path) -> No
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     loaded = load_speculator(whole, target)
     assert all(torch.equal(value, one[name]) for name, value in loaded.state_dict().items())
-    again = Medusa.from_recipe(MedusaOptions(type="medusa", init_from=str(whole)), target, torch.arange(320), seed=0)
-    assert all(torch.equal(value, one[name]) for name, value in again.state_dict().items())

@@ -241,28 +241,6 @@ def test_resumed_training_is_the_same(target: TargetModel, tmp_path: Path) -> No
     assert all(torch.equal(value, one[name]) for name, value in loaded.state_dict().items())
 
 
-def test_the_second_stage_starts_from_the_first(target: TargetModel, tmp_path: Path) -> None:
-    """Weights are taken over whole; of the output head the rows of tokens in both vocabularies."""
-    first = shared.train_checkpoint(shared.fresh(Mlp, target, SOME_IDS, loss="ce"), target, tmp_path, 4)
-    ids = torch.arange(0, 320, 3)
-    second = Mlp.from_recipe(MlpOptions(type="mlp", init_from=str(first)), target, ids, seed=0)
-    untrained = Mlp.from_recipe(MlpOptions(type="mlp"), target, ids, seed=0)
-    earlier = load_file(first / "model.safetensors")
-    for name, value in second.state_dict().items():
-        if "heads.head." in name:
-            both = ids % 2 == 0
-            assert torch.equal(value[both], earlier[name][ids[both] // 2])
-            assert torch.equal(value[~both], untrained.state_dict()[name][~both])
-        elif "d2t" not in name:
-            assert torch.equal(value, earlier[name]), name
-    assert all(parameter.requires_grad for parameter in second.parameters())
-
-    with pytest.raises(UserError, match=r"num_heads 3 \(here 2\)"):
-        Mlp.from_recipe(MlpOptions(type="mlp", num_heads=2, init_from=str(first)), target, ids, seed=0)
-    with pytest.raises(UserError, match="give the folder of a checkpoint"):
-        Mlp.from_recipe(MlpOptions(type="mlp", init_from=str(tmp_path / "none")), target, ids, seed=0)
-
-
 def test_options_that_make_no_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="tie_weights with a single head"):
         MlpOptions(type="mlp", num_heads=1)
