@@ -52,6 +52,8 @@ class Batch:
     aux_hidden_BTAH   target states of FeatureSpec.aux_layer_ids, concatenated
     last_hidden_BTH   target state after its final norm
     target_lse_BT     float32; logsumexp over the whole target vocabulary of the logits *from* this position
+    target_prob_BT    float32; probability of the token *at* this position under the sampling settings that an estimate
+                      is made for; 0 where nothing is supervised (see `distillation.add_target_probs`)
     row_ids           for each row the ids of its documents, in order
     """
 
@@ -62,6 +64,7 @@ class Batch:
     aux_hidden_BTAH: Tensor | None = None
     last_hidden_BTH: Tensor | None = None
     target_lse_BT: Tensor | None = None
+    target_prob_BT: Tensor | None = None
     row_ids: tuple[tuple[str, ...], ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:

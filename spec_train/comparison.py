@@ -34,7 +34,7 @@ from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import (
     Contender,
     decode_reference,
-    estimator,
+    estimator_of,
     evaluate_suite,
     ngram_contender,
     speculator_contender,
@@ -278,14 +278,13 @@ def _measure_one(
 ) -> None:
     """Fill `row` with `estimates` by K and `decoded`, the evaluation results by K."""
     depths = contender.num_draft_tokens
-    row["estimates"] = {}
-    if isinstance(contender.proposer, Speculator):
-        estimate = estimator(target, contender.proposer, reference.trace, max(depths))
-        row["estimates"] = {str(k): estimate(k)["renewal"] for k in depths}
+    estimate = estimator_of(target, contender, reference, settings)
+    row["estimates"] = {str(k): estimate(k)["renewal"] for k in depths}
     decoded = replace(contender, num_draft_tokens=tuple(k for k in depths if k in comparison.decode))
     results = evaluate_suite(
-        target, [decoded], suite, settings, target_name=target_name, directory=directory / "eval", reference=reference
-    )
+        target, [decoded], suite, settings,
+        target_name=target_name, directory=directory / "eval", reference=reference, estimate=estimate,
+    )  # fmt: skip
     row["decoded"] = {str(result["num_draft_tokens"]): result for result in results}
 
 

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, FeatureSpec
+from spec_train.decoding.sampling import Sampling
 from spec_train.recipe import PositiveInt, SpeculatorOptions
 from spec_train.speculators.base import (
+    GREEDY,
     Committed,
     LossOutput,
     ResponseHits,
@@ -95,14 +97,11 @@ class Bigram(Speculator):
         return logits
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
         queries = supervised_queries(batch, num_draft_tokens)
         rows = torch.arange(len(batch.input_ids_BT))[:, None]
-        drafted = [
-            self._next(batch.input_ids_BT[rows, queries.predicted_BQK[..., k] - 1]).argmax(-1)
-            for k in range(num_draft_tokens)
-        ]
-        return chain_hits(batch, queries, drafted)
+        known = [batch.input_ids_BT[rows, queries.predicted_BQK[..., k] - 1] for k in range(num_draft_tokens)]
+        return chain_hits(batch, queries, known, lambda _, token: self._next(token), sampling)
 
     def begin(self, prompts: list[list[int]], max_length: int) -> Tensor:
         return torch.tensor([prompt[-1] for prompt in prompts])

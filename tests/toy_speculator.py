@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from spec_train.batch import Batch
 from spec_train.data.documents import Document
+from spec_train.decoding.sampling import Sampling
 from spec_train.recipe import OptimSection, TrainSection
-from spec_train.speculators.base import LossOutput, ResponseHits, ServingCheckpoint, Speculator
-from spec_train.speculators.supervision import response_hits
+from spec_train.speculators.base import GREEDY, LossOutput, ResponseHits, ServingCheckpoint, Speculator
+from spec_train.speculators.distillation import chain_hits
+from spec_train.speculators.supervision import supervised_queries
 from spec_train.training.trainer import TrainResult, train
 
 VOCAB, HIDDEN, DEPTHS = 23, 8, 2
@@ -64,12 +66,10 @@ class ToySpeculator(Speculator):
         return LossOutput(total, {"depth_loss": torch.stack(sums)}, {"depth_loss": torch.stack(counts)})
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
-        hit_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, dtype=torch.bool)
-        for k in range(min(num_draft_tokens, DEPTHS)):
-            drafted = self._logits(batch, k).argmax(-1)[:, : -(k + 2)]
-            hit_BTK[:, : -(k + 2), k] = drafted == batch.input_ids_BT[:, k + 2 :]
-        return response_hits(batch, hit_BTK)
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
+        queries = supervised_queries(batch, num_draft_tokens, everywhere=True)
+        drafted = (self._logits(batch, k) for k in range(min(num_draft_tokens, DEPTHS)))
+        return chain_hits(batch, queries, drafted, lambda _, logits: logits, sampling)
 
     def serving(self) -> ServingCheckpoint:
         raise NotImplementedError

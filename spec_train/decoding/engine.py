@@ -230,7 +230,7 @@ class _Round:
     @property
     def _choose(self) -> Chooser:
         """How drafts are picked: the argmax, or a draw from the draft's own law."""
-        if self.sampling.greedy or self.sampling.draft_sample_method == "greedy":
+        if self.sampling.greedy_drafts:
             return lambda logits_BD: (logits_BD.argmax(-1), None)
 
         def draw(logits_BD: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -63,10 +63,9 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def judged_by_text(self) -> bool:
-        """Whether the text alone says which drafts were accepted: greedy drafts under the standard rule."""
-        one_hot = self.greedy or self.draft_sample_method == "greedy"
-        return one_hot and (self.greedy or self.rejection_sample_method == "standard")
+    def greedy_drafts(self) -> bool:
+        """True where a draft is the draft's argmax, so that its law is one-hot."""
+        return self.greedy or self.draft_sample_method == "greedy"
 
     @property
     def drafts(self) -> Sampling:

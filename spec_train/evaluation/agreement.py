@@ -32,7 +32,7 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import RequestTrace
 from spec_train.errors import UserError
-from spec_train.evaluation.evaluate import response_hits
+from spec_train.evaluation.estimate import text_hits
 from spec_train.evaluation.metrics import drafted_rounds
 from spec_train.evaluation.turns import Suite
 from spec_train.evaluation.vllm_backend import run_engines, trace_of
@@ -64,10 +64,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Rounds with drafts and kept drafts of every continuation of one prompt, [N] each."""
+    """Rounds with drafts and kept drafts of every continuation of one prompt, [N] each; the estimate's are expected."""
 
-    rounds: list[int]
-    kept: list[int]
+    rounds: list[float]
+    kept: list[float]
 
 
 class Journal:
@@ -113,7 +113,7 @@ def measure_here(
         settings = {**common, "sampling": plan.sampling(side), "indices": range(first, first + plan.samples)}
         if side == "estimate":
             plain = plain_decode(target, copies, **settings)
-            sampled = _estimated(target, speculator, plain.requests, plan.num_draft_tokens)
+            sampled = _estimated(target, speculator, plain.requests, plan.num_draft_tokens, plan.sampling(side))
         else:
             trace = speculative_decode(target, speculator, copies, num_draft_tokens=plan.num_draft_tokens, **settings)
             sampled = _decoded(trace.requests)
@@ -199,11 +199,15 @@ def agreement_table(result: dict[str, Any]) -> str:
 
 
 def _estimated(
-    target: TargetModel, speculator: Speculator, requests: Sequence[RequestTrace], num_draft_tokens: int
+    target: TargetModel,
+    speculator: Speculator,
+    requests: Sequence[RequestTrace],
+    num_draft_tokens: int,
+    sampling: Sampling,
 ) -> Sampled:
-    hits = response_hits(target, speculator, requests, num_draft_tokens)
+    (hits,) = text_hits(target, speculator, requests, num_draft_tokens, [sampling])
     counts = [renewal_counts([response], num_draft_tokens) for response in hits]
-    none = [0] * (len(requests) - len(counts))  # answers of one token have no round
+    none = [0.0] * (len(requests) - len(counts))  # answers of one token have no round
     return Sampled([c.steps for c in counts] + none, [c.accepted for c in counts] + none)
 
 
@@ -220,7 +224,8 @@ def _resampled(rows: Sequence[Sampled], seed: int) -> npt.NDArray[np.float64]:
         picks = random.integers(0, len(row.rounds), size=(BOOTSTRAP_RESAMPLES, len(row.rounds)))
         rounds_S += np.array(row.rounds)[picks].sum(axis=1)
         kept_S += np.array(row.kept)[picks].sum(axis=1)
-    return 1 + kept_S / np.maximum(rounds_S, 1)
+    tau_S: npt.NDArray[np.float64] = 1 + kept_S / np.maximum(rounds_S, 1)
+    return tau_S
 
 
 def _say(side: str, first: int, last: int, suite: Suite, begun: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from spec_train.data.batches import build_batch
-from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import DecodeTrace, RequestTrace, Timings
+from spec_train.decoding.trace import DecodeTrace, Timings
 from spec_train.decoding.tree import tree_decode
 from spec_train.decoding.tree_draft import TreeShape
 from spec_train.errors import UserError
 from spec_train.evaluation.assisted import assisted_decode, assisted_speed
+from spec_train.evaluation.estimate import Estimate, estimator
 from spec_train.evaluation.metrics import batched_speed, compare_lossless, speed_summary, summarise, tokens_per_step
 from spec_train.evaluation.recall import top_k_recall
 from spec_train.evaluation.report import result_name, write_results
@@ -29,13 +28,10 @@ from spec_train.evaluation.traces import partial_path, resumable_decode, trace_p
 from spec_train.evaluation.turns import FollowUp, Suite, add_turn, next_turn
 from spec_train.manifest import package_versions
 from spec_train.progress import progress
-from spec_train.speculators.base import Proposer, ResponseHits, Speculator
+from spec_train.speculators.base import Proposer, Speculator
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.speculators.suffix import SuffixProposer
 from spec_train.target import TargetModel
-from spec_train.training.acceptance import independent_length, position_average, renewal_counts, renewal_interval
-
-ESTIMATE_TOKENS = 4096  # positions in one teacher-forced pass
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def evaluate(
     num_draft_tokens: int,
     *,
     target_name: str,
-    estimate: Callable[[int], dict[str, Any]] | None = None,
+    estimate: Estimate | None = None,
     partial: Path | None = None,
 ) -> tuple[dict[str, Any], DecodeTrace]:
     """(the result of DESIGN's evaluation JSON, the trace it was computed from). `partial`: see `resumable_decode`."""
@@ -212,44 +208,16 @@ def _timed(
     return speed
 
 
-def response_hits(
-    target: TargetModel, speculator: Speculator, requests: Sequence[RequestTrace], num_draft_tokens: int
-) -> list[ResponseHits]:
-    """Teacher-forced drafts along the answers of `requests`, in the order of their length."""
-    documents = [
-        Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
-        for r in requests
-    ]
-    hits: list[ResponseHits] = []
-    for rows in _rows_of(documents):
-        batch = build_batch(documents, rows).to(target.device)
-        filled = target.fill_features(batch, speculator.feature_spec, target.dtype)
-        hits += speculator.draft_hits(filled, num_draft_tokens)
-    return hits
-
-
-def estimator(
-    target: TargetModel, speculator: Speculator, reference: DecodeTrace, max_draft_tokens: int
-) -> Callable[[int], dict[str, Any]]:
-    """The renewal estimate on the reference's own text, for any K up to `max_draft_tokens`, for greedy drafts.
-
-    At temperature 0 it equals what decoding measures, to the last counted token. On sampled text it has the expectation
-    of what decoding measures (`training/acceptance.py`), with an interval over the prompts.
-    """
-    hits = response_hits(target, speculator, reference.requests, max_draft_tokens)
-
-    def estimate(num_draft_tokens: int) -> dict[str, Any]:
-        counts = renewal_counts(hits, num_draft_tokens)
-        return {
-            "renewal": counts.mean_acceptance_length,
-            "renewal_steps": counts.steps,
-            "renewal_accepted": counts.accepted,
-            "renewal_ci95": list(renewal_interval(hits, num_draft_tokens)),
-            "position_average": position_average(hits, num_draft_tokens),
-            "independent": independent_length(hits, num_draft_tokens),
-        }
-
-    return estimate
+def estimator_of(target: TargetModel, contender: Contender, reference: Reference, settings: EvalSettings) -> Estimate:
+    """Estimates of a chain at each of the contender's K on the reference's text."""
+    return estimator(
+        target,
+        contender.proposer,
+        reference.trace.requests,
+        sampling=settings.sampling,
+        max_draft_tokens=max(contender.num_draft_tokens),
+        batch_size=settings.batch_size,
+    )
 
 
 def ngram_contender(min_n: int, max_n: int, num_draft_tokens: Sequence[int], kind: str = "ngram") -> Contender:
@@ -302,16 +270,17 @@ def evaluate_suite(
     target_name: str,
     directory: Path | None = None,
     reference: Reference | None = None,
+    estimate: Estimate | None = None,
 ) -> list[dict[str, Any]]:
     """Every contender at every K on one suite. Results are written as they come, and read back after an interruption.
-    `reference`: plain decoding of this very suite, where it is at hand."""
+    `reference`: plain decoding of this very suite, where it is at hand; `estimate`: that of the only contender."""
     results = []
     plain = {"suite": suite.name, "type": "plain", "num_draft_tokens": 0, "temperature": settings.sampling.temperature}
     plain_trace = trace_path(directory / result_name({**plain, "draft_sample_method": "greedy"})) if directory else None
     for contender in contenders:
         if contender.assistant is not None and not settings.sampling.greedy:
             continue  # measured greedily only
-        estimate = None
+        found = estimate
         for k in contender.num_draft_tokens:
             key = {
                 "suite": suite.name,
@@ -329,15 +298,12 @@ def evaluate_suite(
             partial = partial_path(plain_trace) if plain_trace else None
             reference = reference or decode_reference(target, suite, settings, partial)
             suite = reference.suite
-            proposer = contender.proposer
-            wanted = estimate is None and contender.tree is None and settings.sampling.judged_by_text
-            wanted = wanted and contender.assistant is None
-            if isinstance(proposer, Speculator) and wanted:
-                estimate = estimator(target, proposer, reference.trace, max(contender.num_draft_tokens))
+            if found is None and contender.tree is None and contender.assistant is None:
+                found = estimator_of(target, contender, reference, settings)
             partial = partial_path(trace_path(done)) if done else None
             result, trace = evaluate(
                 target, contender, suite, reference, settings, k,
-                target_name=target_name, estimate=estimate, partial=partial,
+                target_name=target_name, estimate=found, partial=partial,
             )  # fmt: skip
             results.append(result)
             if directory is not None and done is not None and partial is not None:
@@ -358,19 +324,6 @@ def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any]) -> Su
     for conversation in load_suite(name):
         add_turn(suite, FollowUp(conversation, 1, -1, tokenizer, prompt_kwargs))
     return suite
-
-
-def _rows_of(documents: Sequence[Document]) -> list[list[list[int]]]:
-    """Micro-batches of documents of similar length, one a row."""
-    order = sorted(range(len(documents)), key=lambda i: len(documents[i].input_ids))
-    batches: list[list[list[int]]] = []
-    rows: list[list[int]] = []
-    for index in order:
-        if rows and (len(rows) + 1) * len(documents[index].input_ids) > ESTIMATE_TOKENS:
-            batches.append(rows)
-            rows = []
-        rows.append([index])
-    return [*batches, rows] if rows else batches
 
 
 def _settings_key(target: TargetModel, suite: Suite, settings: EvalSettings, who: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
-from spec_train.evaluation.evaluate import estimator
+from spec_train.evaluation.estimate import estimator
 from spec_train.evaluation.metrics import compare_lossless, drafted_rounds
 from spec_train.speculators import load_speculator
 from spec_train.target import TargetModel
@@ -62,10 +62,13 @@ class HeldOutDecode:
             self.target, speculator, self.prompts,
             num_draft_tokens=k, sampling=sampling, max_new_tokens=limit, batch_size=batch_size,
         )  # fmt: skip
+        estimate = estimator(
+            self.target, speculator, trace.requests, sampling=sampling, max_draft_tokens=k, batch_size=batch_size
+        )
         rounds = drafted_rounds(trace.requests)
         same = compare_lossless(self._plain.requests, trace.requests)
         return {
             f"decode@{k}": 1.0 + sum(cycle.kept for cycle in rounds) / max(len(rounds), 1),
-            f"decode_renewal@{k}": estimator(self.target, speculator, trace, k)(k)["renewal"],
+            f"decode_renewal@{k}": estimate(k)["renewal"],
             "decode_text_equal": same["identical"] / same["checked"],
         }

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
+from spec_train.decoding.sampling import Sampling
 from spec_train.recipe import SpeculatorOptions
 from spec_train.target import TargetModel
 
 __all__ = ["Batch", "FeatureSpec", "Features"]  # re-exported: one import for whoever writes a speculator
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class LossOutput:
 class ResponseHits:
     """Teacher-forced drafts along one response of n tokens, the raw material of acceptance estimates.
 
-    hit_MK [n-1, K] bool: row m-1 is the state in which m response tokens are known; column k tells whether the
-    draft's argmax for response token m+k (0-based) is that token. False beyond the end of the response.
+    survival_MK [n-1, K] float64: row m-1 is the state in which m response tokens are known; column k is the
+    probability that a round which starts there keeps at least k+1 drafts, given the text (see `supervision.survival`).
+    For greedy drafts that is 1 where the argmax for the response tokens m .. m+k (0-based) are those tokens, else 0.
+    0 beyond the end of the response.
     """
 
     document_id: str
-    hit_MK: Tensor
+    survival_MK: Tensor
 
 
 @dataclass(frozen=True)
@@ -190,8 +195,11 @@ class Speculator(nn.Module, Proposer):
         """The training loss, each depth divided by its entry of `normalizer` [num_depths] (see supervised_counts)."""
 
     @abstractmethod
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
-        """Teacher-forced drafts from every decoding state of every response in `batch`, `num_draft_tokens` deep."""
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
+        """Teacher-forced drafts from every decoding state of every response in `batch`, `num_draft_tokens` deep.
+
+        `sampling`: how drafts are picked and judged. Where they are drawn from the draft's own law, `batch` needs
+        `target_prob_BT` of the same settings."""
 
     @abstractmethod
     def serving(self) -> ServingCheckpoint:

@@ -31,9 +31,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.batch import Batch, Features
+from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
-from spec_train.speculators.base import Committed, ResponseHits
+from spec_train.speculators.base import GREEDY, Committed, ResponseHits
 from spec_train.speculators.distillation import chain_hits
 from spec_train.speculators.heads import config_value
 from spec_train.speculators.layers import DraftLayer, ttt_attention
@@ -205,6 +206,10 @@ class ChainHead(StartableSpeculator):
     def draft_logits(self, ready: Tensor) -> Tensor:
         """Draft logits [..., D] of states that are `ready`."""
 
+    def draft_index(self) -> Tensor | None:
+        """Index in the draft vocabulary of each target id, -1 outside; None for a whole vocabulary."""
+        return None
+
     def attention_input(self, index: int, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(what the attention of layer `index` reads, the residual it is added to)."""
         return self._layers[index].attention_input(embedding, hidden)
@@ -293,14 +298,13 @@ class ChainHead(StartableSpeculator):
         return supervised_queries(batch, self.num_depths).weight_BQK.double().sum((0, 1))
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
         """See `Speculator.draft_hits`. Depths beyond those trained are unrolled the same way."""
         queries = supervised_queries(batch, num_draft_tokens)
-        return chain_hits(batch, queries, map(self._drafted, self.unroll(batch, queries, num_draft_tokens)))
-
-    def _drafted(self, ready_BQH: Tensor) -> Tensor:
-        """Greedy drafts in target ids [B, Q], a row of the batch at a time: logits are wide."""
-        return self.target_ids(torch.stack([self.draft_logits(ready_QH).argmax(-1) for ready_QH in ready_BQH.unbind()]))
+        states = self.unroll(batch, queries, num_draft_tokens)
+        return chain_hits(
+            batch, queries, states, lambda _, ready: self.draft_logits(ready), sampling, self.draft_index()
+        )
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()

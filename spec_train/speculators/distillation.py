@@ -7,15 +7,21 @@ each depth come about. Shape legend: see `base.py`; further M positions whose ne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spec_train.batch import Batch
+from spec_train.decoding.sampling import Sampling, target_probs
 from spec_train.speculators.base import LossOutput, ResponseHits
 from spec_train.speculators.losses import LossKind, fused_head_loss, restricted_target_probs, sum_plogp
 from spec_train.speculators.supervision import Queries, response_hits
 from spec_train.target import TargetModel
+
+ROWS = 256  # rows of full-vocabulary logits held at once
 
 
 @torch.no_grad()
@@ -101,13 +107,86 @@ def chain_loss(
     return LossOutput(total, {name: torch.stack(values) for name, values in sums.items()}, dict.fromkeys(sums, count_K))
 
 
-def chain_hits(batch: Batch, queries: Queries, drafted_BQ_by_depth: Iterable[Tensor]) -> list[ResponseHits]:
-    """Compare teacher-forced drafts (target ids [B, Q], one tensor per depth) with the text, cut into responses."""
+@torch.no_grad()
+def add_target_probs(batch: Batch, target: TargetModel, sampling: Sampling) -> Batch:
+    """`batch` with the target's probability of every supervised token under `sampling`."""
+    assert batch.last_hidden_BTH is not None
+    predicts = F.pad((batch.loss_weight_BT * (batch.position_BT > 0))[:, 1:] > 0, (0, 1))
+    prob_BT = torch.zeros_like(batch.loss_weight_BT)
+    token_N = F.pad(batch.input_ids_BT[:, 1:], (0, 1))[predicts]
+    hidden = torch.split(batch.last_hidden_BTH[predicts], ROWS)
+    laws = (target_probs(target.logits(part_NH), sampling) for part_NH in hidden)
+    tokens = torch.split(token_N, ROWS)
+    prob_BT[predicts] = torch.cat([law.gather(1, part[:, None])[:, 0] for law, part in zip(laws, tokens, strict=True)])
+    return replace(batch, target_prob_BT=F.pad(prob_BT[:, :-1], (1, 0)))
+
+
+def draft_ratios(
+    batch: Batch,
+    place_N: tuple[Tensor, Tensor],
+    state_NH: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    sampling: Sampling,
+    draft_index_V: Tensor | None = None,
+) -> Tensor:
+    """float32 [N]: draft_probs / target_probs of the tokens at `place_N` (row, position), drafted from `state_NH`.
+
+    For greedy drafts 1 where the argmax is that token, else 0. A token outside the draft vocabulary is never drafted.
+    `logits_of` states gives draft logits [n, D]; `draft_index_V` as in `chain_loss`, None for the target's own ids.
+    """
+    token_N = batch.input_ids_BT[place_N]
+    index_N = token_N if draft_index_V is None else draft_index_V[token_N]
+    probs = []
+    for part_NH, part_N in zip(torch.split(state_NH, ROWS), torch.split(index_N, ROWS), strict=True):
+        logits_ND = logits_of(part_NH)
+        inside_N = (part_N >= 0) & (part_N < logits_ND.shape[-1])
+        index_N1 = part_N.where(inside_N, torch.zeros_like(part_N))[:, None]
+        if sampling.greedy_drafts:
+            prob_N = (logits_ND.argmax(-1) == index_N1[:, 0]).float()
+        else:
+            prob_N = target_probs(logits_ND, sampling.drafts).gather(1, index_N1)[:, 0]
+        probs.append(prob_N * inside_N)
+    if sampling.greedy_drafts:
+        return torch.cat(probs)
+    assert batch.target_prob_BT is not None
+    target_prob_N = batch.target_prob_BT[place_N]
+    return torch.where(target_prob_N > 0, torch.cat(probs) / target_prob_N, 0.0)
+
+
+def chain_ratios(
+    batch: Batch,
+    queries: Queries,
+    state_BQH_by_depth: Iterable[Tensor],
+    logits_of_depth: Callable[[int, Tensor], Tensor],
+    sampling: Sampling,
+    draft_index_V: Tensor | None = None,
+) -> Tensor:
+    """float32 [B, T, K]: `draft_ratios` of the K tokens drafted from each position, 0 where nothing is supervised.
+
+    state_BQH_by_depth  states of each depth, fed the text's own tokens: inside a round all drafts before the one that
+                        is judged were accepted, so they are the text
+    logits_of_depth     draft logits [n, D] of a depth from such states
+    """
     rows = torch.arange(batch.input_ids_BT.shape[0], device=batch.input_ids_BT.device)[:, None]
-    depths = queries.predicted_BQK.shape[-1]
-    hit_BTK = torch.zeros(*batch.input_ids_BT.shape, depths, dtype=torch.bool, device=rows.device)
-    for k, drafted_BQ in enumerate(drafted_BQ_by_depth):
-        token_BQ = batch.input_ids_BT[rows, queries.predicted_BQK[..., k]]
-        hit_BQ = (drafted_BQ == token_BQ) & (queries.weight_BQK[..., k] > 0)
-        hit_BTK[..., k].scatter_(1, queries.index_BQ, hit_BQ & queries.valid_BQ)
-    return response_hits(batch, hit_BTK.cpu())
+    ratio_BTK = torch.zeros(*batch.input_ids_BT.shape, queries.predicted_BQK.shape[-1], device=rows.device)
+    for k, state_BQH in enumerate(state_BQH_by_depth):
+        chosen_BQ = queries.weight_BQK[..., k] > 0
+        place_N = rows.expand_as(chosen_BQ)[chosen_BQ], queries.predicted_BQK[..., k][chosen_BQ]
+        ratio_BQ = torch.zeros_like(queries.weight_BQK[..., k])
+        logits_of = partial(logits_of_depth, k)
+        ratio_BQ[chosen_BQ] = draft_ratios(batch, place_N, state_BQH[chosen_BQ], logits_of, sampling, draft_index_V)
+        ratio_BTK[..., k].scatter_(1, queries.index_BQ, ratio_BQ)
+    return ratio_BTK
+
+
+def chain_hits(
+    batch: Batch,
+    queries: Queries,
+    state_BQH_by_depth: Iterable[Tensor],
+    logits_of_depth: Callable[[int, Tensor], Tensor],
+    sampling: Sampling,
+    draft_index_V: Tensor | None = None,
+) -> list[ResponseHits]:
+    """`chain_ratios` cut into responses: what `Speculator.draft_hits` returns."""
+    ratio_BTK = chain_ratios(batch, queries, state_BQH_by_depth, logits_of_depth, sampling, draft_index_V)
+    return response_hits(batch, ratio_BTK.cpu(), sampling)

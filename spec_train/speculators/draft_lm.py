@@ -24,16 +24,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, FeatureSpec
+from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
 from spec_train.recipe import SpeculatorOptions
 from spec_train.speculators.base import (
+    GREEDY,
     Committed,
     LossOutput,
     ResponseHits,
     ServingCheckpoint,
     Speculator,
 )
+from spec_train.speculators.distillation import draft_ratios
 from spec_train.speculators.draft_start import (
     DraftLMConfig,
     DraftLMOptions,
@@ -264,16 +267,16 @@ class DraftLM(Speculator):
             return restricted_target_probs(logits / temperature, lse_N, dtype)
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
-        """See `Speculator.draft_hits`: draft k from state p is right where the argmax at p+1+k is token p+2+k."""
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
+        """See `Speculator.draft_hits`: draft k from state p has the law at p+1+k, whatever p."""
         chosen = next_token_weights(batch) > 0
-        hidden_NH = self.packed_states(batch)[chosen]
-        best = [self.draft_logits(part).argmax(-1) for part in torch.split(hidden_NH, ROWS)]
-        right_BT = torch.zeros_like(chosen)
-        if best:
-            right_BT[chosen] = torch.cat(best) == F.pad(batch.input_ids_BT[:, 1:], (0, 1))[chosen]
-        later = [F.pad(right_BT[:, 1 + k :], (0, min(1 + k, right_BT.shape[1]))) for k in range(num_draft_tokens)]
-        return response_hits(batch, torch.stack(later, -1).cpu())
+        row_N, position_N = chosen.nonzero(as_tuple=True)
+        ratio_BT = torch.zeros_like(batch.loss_weight_BT)
+        ratio_BT[chosen] = draft_ratios(
+            batch, (row_N, position_N + 1), self.packed_states(batch)[chosen], self.draft_logits, sampling
+        )
+        later = [F.pad(ratio_BT[:, 1 + k :], (0, min(1 + k, ratio_BT.shape[1]))) for k in range(num_draft_tokens)]
+        return response_hits(batch, torch.stack(later, -1).cpu(), sampling)
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()

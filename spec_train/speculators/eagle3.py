@@ -264,6 +264,10 @@ class Eagle3(ChainHead):
         out: Tensor = self.lm_head(ready)
         return out
 
+    def draft_index(self) -> Tensor | None:
+        """See `ChainHead.draft_index`."""
+        return self.draft_index_V
+
     def target_ids(self, index: Tensor) -> Tensor:
         """Target ids of draft-vocabulary indices."""
         return index + self.d2t[index]

@@ -34,10 +34,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_train.batch import Batch, Features, FeatureSpec
+from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
 from spec_train.recipe import PositiveInt, Probability
 from spec_train.speculators.base import (
+    GREEDY,
     Committed,
     LossOutput,
     ResponseHits,
@@ -64,7 +66,6 @@ from spec_train.target import TargetModel
 
 TRAINING = ("ttt_steps", "step_weights", "step_decay", "loss", "lk_eta", "gradient_checkpointing")
 FASTMTP_DECAY = 0.6
-ROWS = 512  # rows of full-vocabulary logits held at once
 
 
 class MtpOptions(StartOptions):
@@ -300,15 +301,11 @@ class Mtp(StartableSpeculator):
         )
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
         """See `Speculator.draft_hits`. Depths beyond `ttt_steps` are unrolled the same way."""
         queries = supervised_queries(batch, num_draft_tokens)
-        return chain_hits(batch, queries, map(self._drafted, self.unroll(batch, queries, num_draft_tokens)))
-
-    def _drafted(self, state_BQH: Tensor) -> Tensor:
-        """Greedy drafts [B, Q], a few rows of logits at a time."""
-        best = [self.logits(rows_NH).argmax(-1) for rows_NH in torch.split(state_BQH.flatten(0, 1), ROWS)]
-        return torch.cat(best).view(state_BQH.shape[:2])
+        states = self.unroll(batch, queries, num_draft_tokens)
+        return chain_hits(batch, queries, states, lambda _, state: self.logits(state), sampling)
 
     def logits(self, state: Tensor) -> Tensor:
         """Draft logits [..., V] from normed states [..., H]."""

@@ -25,9 +25,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_train.batch import Batch, FeatureSpec
+from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability
-from spec_train.speculators.base import Committed, LossOutput, ResponseHits
+from spec_train.speculators.base import GREEDY, Committed, LossOutput, ResponseHits
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
 from spec_train.speculators.heads import DraftHeads, State, check_depth, load_strictly
 from spec_train.speculators.start import StartableSpeculator, StartOptions
@@ -235,17 +236,15 @@ class MultiHead(StartableSpeculator):
         )
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
         """See `Speculator.draft_hits`. Raises UserError for more tokens than there are heads."""
         queries = supervised_queries(batch, num_draft_tokens)
-        states = enumerate(self.unroll(batch, queries, num_draft_tokens))
-        return chain_hits(batch, queries, (self._drafted(state_BQr, k) for k, state_BQr in states))
+        states = self.unroll(batch, queries, num_draft_tokens)
+        return chain_hits(batch, queries, states, self._logits, sampling, self.draft_index_V)
 
-    def _drafted(self, state_BQr: Tensor, k: int) -> Tensor:
-        """Greedy drafts of head k in target ids [B, Q], a row of the batch at a time: logits are wide."""
-        weight = self.heads.output_head(k)
-        best_BQ = torch.stack([F.linear(row, weight).argmax(-1) for row in state_BQr.unbind()])
-        return best_BQ + self.heads.d2t[best_BQ]
+    def _logits(self, k: int, state: Tensor) -> Tensor:
+        """Draft logits [..., D] of head k."""
+        return F.linear(state, self.heads.output_head(k))
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()
@@ -274,7 +273,7 @@ class MultiHead(StartableSpeculator):
     def next_logits(self, draft: Any, token_B: Tensor, depth: int) -> Tensor:
         """See `Speculator.next_logits`."""
         draft.running = self.heads.step(draft.running, token_B, depth)
-        return F.linear(draft.running[0], self.heads.output_head(depth))
+        return self._logits(depth, draft.running[0])
 
     def branch(self, draft: Any, rows: Tensor) -> Any:
         """See `Speculator.branch`."""

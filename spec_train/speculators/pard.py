@@ -32,19 +32,20 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from spec_train.batch import Batch
+from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
 from spec_train.recipe import Probability
 from spec_train.speculators import load_speculator
-from spec_train.speculators.base import Committed, LossOutput, ResponseHits, ServingCheckpoint
+from spec_train.speculators.base import GREEDY, Committed, LossOutput, ResponseHits, ServingCheckpoint
 from spec_train.speculators.cod import depth_width, retain, retention_by_depth
-from spec_train.speculators.distillation import chain_hits, depth_weights
-from spec_train.speculators.draft_lm import ROWS, DraftLM, compute_dtype
+from spec_train.speculators.distillation import chain_ratios, depth_weights
+from spec_train.speculators.draft_lm import DraftLM, compute_dtype
 from spec_train.speculators.draft_start import DraftLMConfig, DraftLMOptions, build_model, draft_config, start
 from spec_train.speculators.losses import fused_head_loss, sum_plogp
 from spec_train.speculators.pard_rows import by_depth, by_document, query_parts, row_places, visible_rows
 from spec_train.speculators.peagle import mask_token_id
-from spec_train.speculators.supervision import Queries, supervised_queries
+from spec_train.speculators.supervision import Queries, response_hits, supervised_queries
 from spec_train.target import TargetModel
 
 HIT_ROWS = 2048  # mask rows behind one copy of the text when hits are counted
@@ -206,17 +207,15 @@ class Pard(DraftLM):
         return LossOutput(out.total, sums, dict.fromkeys(sums, total(torch.ones_like(weight_N))))
 
     @torch.no_grad()
-    def draft_hits(self, batch: Batch, num_draft_tokens: int) -> list[ResponseHits]:
+    def draft_hits(self, batch: Batch, num_draft_tokens: int, sampling: Sampling = GREEDY) -> list[ResponseHits]:
         """See `Speculator.draft_hits`. Depths beyond `num_depths` are drafted the same way."""
         batch = by_document(batch)
         queries = supervised_queries(batch, num_draft_tokens)
-        drafted: list[list[Tensor]] = [[] for _ in range(num_draft_tokens)]
+        ratio_BTK = torch.zeros(*batch.input_ids_BT.shape, num_draft_tokens, device=batch.input_ids_BT.device)
         for part in query_parts(queries, max(1, HIT_ROWS // num_draft_tokens)):
-            for k, state_BQH in enumerate(self.depth_states(batch, part, num_draft_tokens)):
-                states = torch.split(state_BQH.flatten(0, 1), ROWS)
-                best_N = torch.cat([self.draft_logits(state_NH).argmax(-1) for state_NH in states])
-                drafted[k].append(best_N.view(state_BQH.shape[:2]))
-        return chain_hits(batch, queries, (torch.cat(parts, dim=1) for parts in drafted))
+            states = self.depth_states(batch, part, num_draft_tokens)
+            ratio_BTK += chain_ratios(batch, part, states, lambda _, state: self.draft_logits(state), sampling)
+        return response_hits(batch, ratio_BTK.cpu(), sampling)
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()

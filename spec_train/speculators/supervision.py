@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from spec_train.batch import Batch
-from spec_train.speculators.base import ResponseHits
+from spec_train.decoding.sampling import Sampling
+from spec_train.speculators.base import GREEDY, ResponseHits
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,38 @@ def supervised_queries(batch: Batch, depths: int, everywhere: bool = False) -> Q
     return Queries(order, valid, predicted_TK[order], weight_BQK)
 
 
-def response_hits(batch: Batch, hit_BTK: Tensor) -> list[ResponseHits]:
-    """Cut hits by position ([B, T, K], position p drafts p+2 ...) into responses, one for each supervised span.
+def survival(ratio_MK: Tensor, block: bool) -> Tensor:
+    """float64 [M, K]: the probability that a round keeps at least k+1 drafts, given the text that it left.
+
+    ratio_MK is draft_probs / target_probs of the text's tokens, each law given the text before it. With r_1 r_2 ... one
+    row of it, and R_j = r_1 ... r_j, the rules of `decoding/verify.py` give
+
+        token by token   P(kept >= j) = prod_{i<=j} min(1, r_i)
+        block            P(kept >= j) = min(1, R_1, ..., R_j)
+
+    For the first, a draft is emitted with probability min(draft, target), and the token, accepted or not, has the
+    target's law. For the second, test j lets drafts of probability R_j * target pass with weight_j, and
+    R_j * weight_j is that running minimum. One-hot drafts have r = 1 / target or 0, for which 1 or 0 may stand.
+    """
+    ratio_MK = ratio_MK.double()
+    if not block:
+        return ratio_MK.clamp(max=1.0).cumprod(1)
+    kept_M, product_M, out = ratio_MK.new_ones(len(ratio_MK)), ratio_MK.new_ones(len(ratio_MK)), []
+    for ratio_M in ratio_MK.unbind(1):
+        product_M = (product_M * ratio_M).clamp(max=torch.finfo(torch.float64).max)  # infinity times 0 is no number
+        kept_M = torch.minimum(kept_M, product_M)
+        out.append(kept_M)
+    return torch.stack(out, 1) if out else ratio_MK
+
+
+def response_hits(batch: Batch, ratio_BTK: Tensor, sampling: Sampling = GREEDY) -> list[ResponseHits]:
+    """Cut ratios by position ([B, T, K], see `survival`; position p drafts p+2 ...) into responses, one for each
+    supervised span.
 
     A response at positions s .. e-1 has decoding states p = s-1 .. e-3: the token at p+1 is known, p+2 is drafted.
-    Depths that would read beyond the response are never hits.
+    Depths that would read beyond the response are never kept.
     """
+    block = sampling.rejection_sample_method == "block"
     out: list[ResponseHits] = []
     supervised = (batch.loss_weight_BT > 0).tolist()
     documents = batch.document_BT.tolist()
@@ -67,9 +94,9 @@ def response_hits(batch: Batch, hit_BTK: Tensor) -> list[ResponseHits]:
                 start = t
             elif not inside and start is not None:
                 name = batch.row_ids[row][docs[start]] if batch.row_ids else str(docs[start])
-                states = hit_BTK[row, start - 1 : t - 2].clone() if t - start > 1 else hit_BTK[row, :0]
+                states = ratio_BTK[row, start - 1 : t - 2].clone() if t - start > 1 else ratio_BTK[row, :0]
                 for m in range(states.shape[0]):  # state m+1 tokens known: depth k drafts response token m+1+k
-                    states[m, max(0, t - start - 1 - m) :] = False
-                out.append(ResponseHits(name, states))
+                    states[m, max(0, t - start - 1 - m) :] = 0
+                out.append(ResponseHits(name, survival(states, block)))
                 start = t if t < len(flags) and flags[t] else None
     return out

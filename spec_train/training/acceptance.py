@@ -1,39 +1,47 @@
 """Acceptance length from teacher-forced drafts, without decoding.
 
-Under sampling the text decides too where drafts are greedy (one-hot, vLLM's default): the draft x is accepted with
-probability target_probs[x] and the residual never gives x, so a draft was accepted if and only if it is the token that
-stands in the text. Along a text that the target sampled, the walk below has therefore the very law of the decoder's
-rounds. A walk over the probabilities target_probs[x] along the text has not: beyond the first draft they are
-conditioned on tokens that the round's own drafts did not propose.
+What rounds would have done on a text that the target wrote is known: a token y that a round emits in place of a draft
+was the draft itself with probability min(draft_probs[y], target_probs[y]), out of target_probs[y] in all. Given the
+text, the draft was therefore accepted with probability min(1, draft_probs[y] / target_probs[y]), and independently of
+everything before: the drafts before it in the round were accepted, so they are the text, and the laws are those that
+teacher forcing gives. For greedy drafts, whose law is one-hot, this is 1 where the draft stands in the text and 0 where
+it does not. A token outside a reduced draft vocabulary is never a draft. (`supervision.survival` has both acceptance
+rules.) Along text that the target sampled, under any filters, rounds have so the very law of the decoder's; an average
+of sum(min(draft_probs, target_probs)) over the text has not.
 
 Serving rounds do not start at evenly spread positions: each starts where the last one stopped, so hard regions are
-visited more often and an average over positions overstates. The renewal walk starts at the first token after the
-prefill and jumps by what each round emits, exactly as the decoder does on the same text.
+visited more often and an average over positions overstates. A round starts at the first token after the prefill; one
+that starts at state m and keeps j drafts makes the next start at m + j + 1:
+
+    visits[1] = 1,   visits[m + j + 1] += visits[m] * P(kept = j at m),   rounds = sum of visits
+
+With greedy drafts this is a walk, exactly the decoder's on the same text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from spec_train.speculators.base import ResponseHits
 
 BOOTSTRAP_RESAMPLES = 2000
+CHUNK = 256  # responses whose states are padded together
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Sums over rounds: rounds, accepted drafts that the user keeps, tokens emitted, rounds that kept at least i+1."""
+    """Sums over rounds, expected given the texts (whole numbers for greedy drafts): rounds, accepted drafts that the
+    user keeps, tokens emitted, rounds that kept at least i+1."""
 
-    steps: int
-    accepted: int
+    steps: float
+    accepted: float
     emitted: int
-    survived: tuple[int, ...]
+    survived: tuple[float, ...]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -41,42 +49,58 @@ class AcceptanceCounts:
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
 
-def renewal_counts(responses: Iterable[ResponseHits], num_draft_tokens: int) -> AcceptanceCounts:
-    """Walk every response round by round with K = `num_draft_tokens` drafts a round."""
-    steps = accepted = emitted = 0
-    survived = [0] * num_draft_tokens
-    for response in responses:
-        run_M = _leading_hits(response.hit_MK, num_draft_tokens)
-        length, known = len(run_M) + 1, 1
-        while known < length:
-            kept = min(run_M[known - 1], length - known)
-            steps += 1
-            accepted += kept
-            emitted += min(run_M[known - 1] + 1, length - known)
-            for i in range(kept):
-                survived[i] += 1
-            known += run_M[known - 1] + 1
-    return AcceptanceCounts(steps, accepted, emitted, tuple(survived))
+def expected_rounds(
+    responses: Sequence[ResponseHits], num_draft_tokens: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """(rounds [R], rounds that keep at least k+1 drafts [R, K]) of each response, expected given its text, with
+    K = `num_draft_tokens` drafts a round. Raises ValueError where fewer were drafted."""
+    survivals = [_survival(response, num_draft_tokens) for response in responses]
+    steps_R, survived_RK = np.zeros(len(survivals)), np.zeros((len(survivals), num_draft_tokens))
+    order = sorted(range(len(survivals)), key=lambda i: len(survivals[i]))
+    for first in range(0, len(order), CHUNK):
+        part = order[first : first + CHUNK]
+        length_R = np.array([len(survivals[i]) for i in part])
+        # Column j: the probability that a round keeps at least j drafts; j = 0 and beyond the last added.
+        least_RMJ = np.zeros((len(part), length_R[-1], num_draft_tokens + 2))
+        least_RMJ[..., 0] = 1
+        for row, i in enumerate(part):
+            least_RMJ[row, : length_R[row], 1:-1] = survivals[i]
+        exactly_RMJ = least_RMJ[..., :-1] - least_RMJ[..., 1:]
+        visits_RM = np.zeros((len(part), length_R[-1] + num_draft_tokens + 1))
+        visits_RM[:, 0] = 1
+        for m in range(length_R[-1]):
+            visits_RM[:, m + 1 : m + num_draft_tokens + 2] += visits_RM[:, m, None] * exactly_RMJ[:, m]
+        visits_RM = visits_RM[:, : length_R[-1]] * (np.arange(length_R[-1]) < length_R[:, None])
+        steps_R[part] = visits_RM.sum(1)
+        survived_RK[part] = np.einsum("rm,rmk->rk", visits_RM, least_RMJ[..., 1:-1])
+    return steps_R, survived_RK
 
 
-def position_sums(responses: Iterable[ResponseHits], num_draft_tokens: int) -> tuple[int, int]:
-    """(leading hits summed over all positions, positions), from which the position average comes."""
-    total = positions = 0
+def renewal_counts(responses: Sequence[ResponseHits], num_draft_tokens: int) -> AcceptanceCounts:
+    """Sums over all responses of `expected_rounds`."""
+    steps_R, survived_RK = expected_rounds(responses, num_draft_tokens)
+    emitted = sum(len(response.survival_MK) for response in responses)
+    survived: list[float] = survived_RK.sum(0).tolist()
+    return AcceptanceCounts(float(steps_R.sum()), float(survived_RK.sum()), emitted, tuple(survived))
+
+
+def position_sums(responses: Iterable[ResponseHits], num_draft_tokens: int) -> tuple[float, int]:
+    """(kept drafts summed over all positions, positions), from which the position average comes."""
+    total, positions = 0.0, 0
     for response in responses:
-        run_M = _leading_hits(response.hit_MK, num_draft_tokens)
-        total += sum(run_M)
-        positions += len(run_M)
+        total += float(_survival(response, num_draft_tokens).sum())
+        positions += len(response.survival_MK)
     return total, positions
 
 
 def position_average(responses: Iterable[ResponseHits], num_draft_tokens: int) -> float:
-    """The common, biased figure: 1 + the mean of leading hits over all positions. Kept to show the bias."""
+    """The common, biased figure: 1 + the mean of kept drafts over all positions. Kept to show the bias."""
     total, positions = position_sums(responses, num_draft_tokens)
     return 1.0 + total / positions if positions else 1.0
 
 
 def ratio_interval(
-    part_R: npt.NDArray[np.int64], whole_R: npt.NDArray[np.int64], seed: int = 0
+    part_R: npt.NDArray[np.number[Any]], whole_R: npt.NDArray[np.number[Any]], seed: int = 0
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """95% bootstrap bounds (low, high) of sum(part) / sum(whole) over R responses; columns of `part_R` [R, ...] are
     judged on the same resamples. `whole_R` must not be all 0.
@@ -94,27 +118,28 @@ def ratio_interval(
 
 def renewal_interval(responses: Sequence[ResponseHits], num_draft_tokens: int) -> tuple[float, float]:
     """95% bootstrap interval of the renewal estimate over responses; (1, 1) where nothing was drafted."""
-    counts = [renewal_counts([response], num_draft_tokens) for response in responses]
-    steps = np.array([c.steps for c in counts], dtype=np.int64)
-    if steps.sum() == 0:
+    steps_R, survived_RK = expected_rounds(responses, num_draft_tokens)
+    if steps_R.sum() == 0:
         return 1.0, 1.0
-    low, high = ratio_interval(np.array([c.accepted for c in counts], dtype=np.int64), steps)
+    low, high = ratio_interval(survived_RK.sum(1), steps_R)
     return 1 + float(low), 1 + float(high)
 
 
 def independent_length(responses: Iterable[ResponseHits], num_draft_tokens: int) -> float:
-    """The textbook figure (1 - a^(K+1)) / (1 - a), a the share of positions whose first draft is right: as if every
-    draft of every round were accepted independently (Leviathan et al. 2023, equation 1). Kept to show the bias."""
-    hits = positions = 0
+    """The textbook figure (1 - a^(K+1)) / (1 - a), a the mean acceptance of the first draft over all positions: as if
+    every draft of every round were accepted independently (Leviathan et al. 2023, equation 1). Kept to show the
+    bias."""
+    accepted, positions = 0.0, 0
     for response in responses:
-        hits += int(response.hit_MK[:, :1].sum())
-        positions += response.hit_MK.shape[0]
-    rate = hits / positions if positions else 0.0
+        accepted += float(response.survival_MK[:, :1].sum())
+        positions += len(response.survival_MK)
+    rate = accepted / positions if positions else 0.0
     return float(sum(rate**i for i in range(num_draft_tokens + 1)))
 
 
-def _leading_hits(hit_MK: Tensor, num_draft_tokens: int) -> list[int]:
-    if hit_MK.shape[0] and hit_MK.shape[1] < num_draft_tokens:
-        raise ValueError(f"{hit_MK.shape[1]} depths were drafted, {num_draft_tokens} are needed")
-    runs: list[int] = hit_MK[:, :num_draft_tokens].to(torch.int64).cumprod(1).sum(1).tolist()
-    return runs
+def _survival(response: ResponseHits, num_draft_tokens: int) -> npt.NDArray[np.float64]:
+    survival_MK = response.survival_MK
+    if survival_MK.shape[0] and survival_MK.shape[1] < num_draft_tokens:
+        raise ValueError(f"{survival_MK.shape[1]} depths were drafted, {num_draft_tokens} are needed")
+    columns: npt.NDArray[np.float64] = survival_MK[:, :num_draft_tokens].numpy()
+    return columns

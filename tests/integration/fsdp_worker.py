@@ -58,7 +58,7 @@ def main() -> None:
     with parallel.gathered(accelerator, model), torch.no_grad():
         hits = model.eval().draft_hits(batches()[rank], 2)  # other data on either process
         expected = plain.eval().draft_hits(batches()[rank], 2)
-    assert all(torch.equal(a.hit_MK, b.hit_MK) for a, b in zip(hits, expected, strict=True))
+    assert all(torch.equal(a.survival_MK, b.survival_MK) for a, b in zip(hits, expected, strict=True))
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     weights = parallel.model_tensors(accelerator, model)

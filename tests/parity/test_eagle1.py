@@ -178,7 +178,7 @@ def test_files_give_the_same_head(target: TargetModel, layers: int, tmp_path: Pa
         for name, value in head.state_dict().items():
             assert torch.equal(value, again.state_dict()[name])
         for ours, theirs in zip(hits, again.draft_hits(batch, 4), strict=True):
-            assert torch.equal(ours.hit_MK, theirs.hit_MK)
+            assert torch.equal(ours.survival_MK, theirs.survival_MK)
     tensors = {name.replace("fc.", "fd."): value for name, value in served.tensors.items()}
     with pytest.raises(UserError, match=r"missing tensors \['fc.weight'\], unknown tensors \['fd.weight'\]"):
         Eagle1.from_serving(served.config, tensors, target)

@@ -219,7 +219,7 @@ def test_one_sample_overfit_and_corruption(target: TargetModel) -> None:
     shared.fit(speculator, batch, steps=200)
     text, cycles = shared.decode(target, speculator, 3, prompts)
     assert shared.acceptance_length(cycles) >= 3.9
-    hits = torch.cat([response.hit_MK for response in speculator.draft_hits(batch, 1)])
+    hits = torch.cat([response.survival_MK for response in speculator.draft_hits(batch, 1)])
     assert float(hits.float().mean()) >= 0.98
     with torch.no_grad():
         speculator.heads.proj[0].weight.mul_(-1)

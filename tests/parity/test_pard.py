@@ -104,7 +104,7 @@ def test_hits_do_not_depend_on_the_parts_they_are_counted_in(target: TargetModel
     monkeypatch.setattr("spec_train.speculators.pard.HIT_ROWS", 28)
     for one, other in zip(whole, draft.draft_hits(batch, 4), strict=True):
         assert one.document_id == other.document_id
-        assert torch.equal(one.hit_MK, other.hit_MK)
+        assert torch.equal(one.survival_MK, other.survival_MK)
 
 
 def test_one_sample_overfit_and_corruption(target: TargetModel) -> None:
@@ -303,7 +303,7 @@ def test_files_give_the_same_draft(
         assert torch.equal(again.mask_embedding, draft.mask_embedding)
         assert torch.equal(again.head_VH, head_VH)
         for ours, theirs in zip(hits, again.draft_hits(batch, 4), strict=True):
-            assert torch.equal(ours.hit_MK, theirs.hit_MK)
+            assert torch.equal(ours.survival_MK, theirs.survival_MK)
     model = AutoModelForCausalLM.from_pretrained(where)
     text = batch.input_ids_BT[0, :9].tolist()
     row = torch.tensor([text + [draft.config.mask_token_id] * 3])
@@ -333,7 +333,7 @@ def test_start_from_a_trained_draft_model(target: TargetModel, tmp_path: Path, c
         options = PardOptions(type="pard", start_model=str(where), num_depths=3)
         draft = Pard.from_recipe(options, target, torch.arange(4, 320), seed=0)
         assert draft.config.borrows is not bool(changes.get("train_embeddings"))
-        assert torch.equal(source.draft_hits(batch, 1)[0].hit_MK, draft.draft_hits(batch, 1)[0].hit_MK)
+        assert torch.equal(source.draft_hits(batch, 1)[0].survival_MK, draft.draft_hits(batch, 1)[0].survival_MK)
     pard = write(draft, tmp_path / "pard", target)
     with pytest.raises(UserError, match="holds a pard"):
         Pard.from_recipe(PardOptions(type="pard", start_model=str(pard)), target, torch.arange(4, 320), seed=0)

@@ -177,7 +177,7 @@ def test_files_give_the_same_head(target: TargetModel, flags: dict[str, Any], tm
         for name, value in head.state_dict().items():
             assert torch.equal(value, again.state_dict()[name])
         for ours, theirs in zip(hits, again.draft_hits(batch, 4), strict=True):
-            assert torch.equal(ours.hit_MK, theirs.hit_MK)
+            assert torch.equal(ours.survival_MK, theirs.survival_MK)
     with pytest.raises(UserError, match=r"missing tensors \['mask_hidden'\]"):
         PEagle.from_serving(served.config, {k: v for k, v in served.tensors.items() if k != "mask_hidden"}, target)
     with pytest.raises(UserError, match="names no mask_token_id"):

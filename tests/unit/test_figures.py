@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spec_train.speculators.base import ResponseHits
+from spec_train.speculators.supervision import survival
 from spec_train.training.acceptance import position_average, renewal_counts
 from spec_train.training.figures import estimate_figures, estimate_sums
 
@@ -18,7 +19,7 @@ def responses(count: int, seed: int = 0) -> list[ResponseHits]:
         length = int(torch.randint(3, 20, (), generator=generator))
         hit_MK = torch.rand(length - 1, 5, generator=generator) < 0.7
         within = torch.arange(1, length)[:, None] + torch.arange(5) < length
-        found.append(ResponseHits(str(i), hit_MK & within))
+        found.append(ResponseHits(str(i), survival(hit_MK & within, block=False)))
     return found
 
 
@@ -40,7 +41,7 @@ def test_parts_of_two_processes_add_up_to_the_whole() -> None:
 
 
 def test_a_share_of_no_rounds_is_left_out() -> None:
-    misses = [ResponseHits("a", torch.zeros(4, 3, dtype=torch.bool))]
+    misses = [ResponseHits("a", torch.zeros(4, 3, dtype=torch.float64))]
     figures = estimate_figures(estimate_sums(misses, (3,)), (3,))
     assert figures == {"renewal@3": 1.0, "position_average@3": 1.0, "conditional_acceptance_1": 0.0}
     assert estimate_figures(estimate_sums([], (3,)), (3,)) == {"renewal@3": 1.0, "position_average@3": 1.0}

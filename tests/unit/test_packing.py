@@ -85,7 +85,7 @@ def test_another_first_document_leaves_the_second_alone(target: TargetModel) -> 
         torch.testing.assert_close(value, two_gradients[name], rtol=0, atol=1e-7)
     hits = [head.draft_hits(batch, 3) for batch in batches]
     assert [hit.document_id for hit in hits[0]] == ["b", "b"]
-    assert all(torch.equal(a.hit_MK, b.hit_MK) for a, b in zip(*hits, strict=True))
+    assert all(torch.equal(a.survival_MK, b.survival_MK) for a, b in zip(*hits, strict=True))
 
 
 def test_work_of_weight_zero_touches_every_parameter_with_zero(target: TargetModel) -> None:
