@@ -96,12 +96,19 @@ def run(
     force: Annotated[
         list[str] | None, typer.Option("--force", metavar="STAGE|all", help="Make this stage anew; may be repeated")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what each stage would do; write nothing")] = False,
 ) -> None:
     """Every stage of a recipe in order, skipping what is current. May be interrupted and repeated."""
     unknown = [stage for stage in force or () if stage not in (*STAGES, "all")]
     if unknown:
         raise UserError(f"--force {unknown[0]}: no such stage; stages are {', '.join(STAGES)}, or all")
     loaded = _load(recipe, overrides)
+    if dry_run:
+        from spec_train.dry_run import plan
+
+        for stage, state, text in plan(loaded):
+            _console().print(f"{stage:<10} {state:<6} {text}", markup=False)
+        return
     from spec_train.pipeline import run_all
 
     run_all(loaded, force=set(STAGES) if "all" in (force or ()) else set(force or ()))
@@ -346,6 +353,46 @@ def verify(
     _console().print(render_report(report))
     if not report.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def push(
+    export_dir: Annotated[Path, typer.Argument(metavar="EXPORT_DIR", help="An exported folder: RUN/export/FORMAT")],
+    repo_id: Annotated[
+        str | None, typer.Argument(metavar="[REPO_ID]", help="owner/name (default: hub.repo_id)")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[hub.KEY=VALUE]...", help="Values that replace the recipe's")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="The repository's visibility (default: hub.private)")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files and the card; no network")] = False,
+    message: Annotated[str | None, typer.Option(help="Of the commit")] = None,
+    revision: Annotated[str, typer.Option(metavar="BRANCH", help="The branch to commit to")] = "main",
+    results: Annotated[Path | None, typer.Option(metavar="DIR", help="Evaluation results other than the run's")] = None,
+    overwrite_card: Annotated[
+        bool, typer.Option("--overwrite-card", help="Replace a README.md that was edited on the Hub")
+    ] = False,
+) -> None:
+    """Publish an export on the Hugging Face Hub: its files, a card of what was measured, one commit."""
+    from spec_train.serving.hub import describe
+    from spec_train.serving.hub import push as push_files
+    from spec_train.serving.push_plan import describe_plan, plan_push
+
+    if repo_id is not None and "=" in repo_id:  # REPO_ID is left out
+        repo_id, overrides = None, [repo_id, *(overrides or ())]
+    if private is not None:
+        overrides = [*(overrides or ()), f"hub.private={str(private).lower()}"]
+    plan = plan_push(export_dir, repo_id, overrides or (), results)
+    for line in plan.unknown:
+        print(f"push: the card does not know {line}", file=sys.stderr)
+    if dry_run:
+        print(describe_plan(plan))
+        return
+    options = {"private": plan.private, "revision": revision, "overwrite_card": overwrite_card}
+    done = push_files(plan.files, plan.repo_id, message=message or plan.message, **options)
+    print(describe(done, plan.repo_id, plan.private))
 
 
 @app.command()

@@ -103,13 +103,13 @@ class TargetModel:
             raise UserError(
                 f"target.model {name}: the folder holds no config.json; give a Hugging Face checkpoint or hub id"
             )
-        _know_mimo()
+        know_mimo()
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
             text: Any = config.get_text_config()
             needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type == "gpt_oss"
             attention = attn_implementation or ("eager" if needs_eager else GROUPED_ATTENTION)
-            model = _auto_class(config, name).from_pretrained(
+            model = auto_class(config, name).from_pretrained(
                 name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
             )
         except OSError as error:
@@ -391,7 +391,7 @@ class TargetModel:
         ]
 
 
-def _auto_class(config: Any, name: str) -> Any:
+def auto_class(config: Any, name: str) -> Any:
     """What loads a model of this kind: some families exist only with a vision tower beside them, which stays idle."""
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
     known = [auto for auto in classes if type(config) in auto._model_mapping]
@@ -408,7 +408,7 @@ class _MiMo(Qwen2ForCausalLM):  # type: ignore[misc]
     config_class = _MiMoConfig
 
 
-def _know_mimo() -> None:
+def know_mimo() -> None:
     """MiMo's body is Qwen2; its repository says so in remote code, which is never run. Its MTP layers are left out."""
     AutoConfig.register("mimo", _MiMoConfig, exist_ok=True)
     AutoModelForCausalLM.register(_MiMoConfig, _MiMo, exist_ok=True)

@@ -228,6 +228,22 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
 
+def hub_rows(name: str, split: str) -> int | None:
+    """How many rows a split of a Hub data set has, without fetching them; None where it does not say. Raises
+    UserError."""
+    import datasets
+
+    repository, _, config = name.partition(":")
+    try:
+        splits = datasets.load_dataset_builder(repository, config or None).info.splits or {}
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"data.sources.hub {name}: cannot be reached ({reason})") from None
+    if splits and split not in splits:
+        raise UserError(f"data.sources.hub {name}: has no split {split}; it has {', '.join(splits)}")
+    return splits[split].num_examples if splits else None
+
+
 def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Any]]:
     """Rows of a Hub data set, given as `owner/name` or `owner/name:config`."""
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_train.assets import asset_path
+from spec_train.dry_run import plan
 from spec_train.manifest import read_manifest
 from spec_train.pipeline import STAGES
 from spec_train.recipe import load_recipe
@@ -89,6 +90,9 @@ def test_a_recipe_goes_the_whole_way(file: Path, targets: Path, tmp_path: Path) 
     if not target.is_dir():
         family_target(family, targets)
     run = Run(load_recipe(file, overrides(file, target, tmp_path)))
+    planned = plan(run.recipe)
+    assert [state for _, state, _ in planned] == ["found"] + ["to do"] * len(STAGES)
+    assert not run.directory.exists()  # a dry run writes nothing
     for name, stage in STAGES.items():
         if name != "verify":  # its fresh process is tested elsewhere; the export is reloaded here
             stage(run, False)

@@ -18,7 +18,7 @@ from spec_train.speculators import METHODS, options_class
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    *("run", "prompts", "responses", "features", "train", "eval", "export", "verify"),
+    *("run", "prompts", "responses", "features", "train", "eval", "export", "verify", "push"),
     *("inspect", "compare", "report", "advise", "suites", "doctor"),
 )
 RECIPE = """

@@ -1,0 +1,121 @@
+"""`spec-train run RECIPE --dry-run`: what every stage would do, checked and estimated; nothing is written."""
+
+from __future__ import annotations
+
+from spec_train.data.prompts import hub_rows, load_conversations, split_held_out
+from spec_train.estimate import TargetFacts, answer_tokens, free_disk, size, state_bytes, target_facts
+from spec_train.recipe import Recipe
+from spec_train.run import Run
+from spec_train.serving.contract import CAPABILITIES, installed_vllm, version_problem
+from spec_train.stages.common import is_finished
+from spec_train.stages.responses import render_prompts
+
+STAGES = ("prompts", "responses", "features", "train", "eval", "export", "verify")
+
+
+def plan(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """(stage, done / begun / to do, what it does) rows. Reads the target's config and tokenizer and the local sources,
+    asks the Hub for the rows of the others. Raises UserError for whatever would stop the run before it starts."""
+    run = Run(recipe)
+    facts = target_facts(run)
+    training, held_out, source_text = _rows(run)
+    lines = {
+        "prompts": source_text,
+        "responses": _responses(run, training + held_out),
+        "features": _features(run, facts, training + held_out),
+        "train": _train(run, facts, training),
+        "eval": _eval(recipe),
+        "export": f"formats {', '.join(recipe.export.formats or ['all that the method has'])}",
+        "verify": _verify(recipe),
+    }
+    quantised = ", stored quantised" if facts.quantised else ""
+    target = (
+        f"{run.target_name}: {facts.family}, {facts.parameters / 1e9:.2f}B parameters, {size(facts.weight_bytes)} in "
+        f"{recipe.target.dtype}{quantised}, {facts.layers} layers of {facts.hidden_size}, {facts.vocab_size} ids, "
+        f"context {facts.max_length}"
+    )
+    return [("target", "found", target), *((stage, _state(run, stage), lines[stage]) for stage in STAGES)]
+
+
+def _state(run: Run, stage: str) -> str:
+    directory = run.stage_directory(stage)
+    if is_finished(directory):
+        return "done"
+    return "begun" if (directory / "inputs.json").is_file() else "to do"
+
+
+def _rows(run: Run) -> tuple[int, int, str]:
+    """(conversations to train on, held out, in words); at most, where rows are not known before they are fetched."""
+    data, mode = run.recipe.data, run.recipe.responses.mode
+    local = [source for source in data.sources if source.hub is None]
+    known, dropped = 0, 0
+    if local:
+        conversations, reasons = load_conversations(
+            local, mode=mode, max_drop_rate=data.max_drop_rate, seed=run.recipe.run.seed
+        )
+        known, dropped = len(conversations), sum(reasons.values())
+        render_prompts(run, conversations[:1])  # refuses chats where the tokenizer has no template
+        if len(local) == len(data.sources):
+            training, held_out = split_held_out(conversations, data.held_out, run.recipe.run.seed)
+            return (
+                len(training),
+                len(held_out),
+                f"{len(training)} conversations, {len(held_out)} held out"
+                + (f", {dropped} rows dropped" if dropped else ""),
+            )
+    for source in data.sources:
+        if source.hub is not None:
+            rows = hub_rows(source.hub, source.split)
+            counts = [count for count in (rows, source.limit) if count is not None]
+            known += round(min(counts, default=0) * source.weight)
+    held = round(data.held_out * known) if data.held_out < 1 else int(data.held_out)
+    return known - held, held, f"at most {known - held} conversations, {held} held out"
+
+
+def _responses(run: Run, conversations: int) -> str:
+    section = run.recipe.responses
+    if section.mode == "keep":
+        return "the data's own answers, rendered"
+    return (
+        f"the target answers in batches of {section.batch_size} at temperature {section.temperature:g}: at most "
+        f"{answer_tokens(run, conversations):,} tokens for one turn each"
+    )
+
+
+def _features(run: Run, facts: TargetFacts, conversations: int) -> str:
+    each = state_bytes(run, facts.hidden_size)
+    if run.recipe.features.mode == "online":
+        return f"none stored: the target runs while training (offline: {size(each)} a token)"
+    most = conversations * run.recipe.data.max_length * each
+    directory = run.stage_directory("features")
+    return f"{size(each)} a token, at most {size(most)}; {size(free_disk(directory))} free in {directory.parent}"
+
+
+def _train(run: Run, facts: TargetFacts, conversations: int) -> str:
+    section, data = run.recipe.train, run.recipe.data
+    a_step = section.micro_batch_tokens * section.grad_accum_steps
+    steps = max(1, conversations * data.max_length // a_step) * section.epochs
+    if section.max_steps is not None:
+        steps = min(steps, section.max_steps)
+    return (
+        f"{run.recipe.speculator.type}, {section.epochs} epochs, at most {steps:,} steps of {a_step:,} tokens on one "
+        f"process, which holds the target's {size(facts.weight_bytes)} beside the head"
+    )
+
+
+def _eval(recipe: Recipe) -> str:
+    section = recipe.eval
+    drafts = ", ".join(map(str, section.num_draft_tokens))
+    temperatures = ", ".join(f"{t:g}" for t in section.temperature)
+    prompts = f", {section.max_prompts} prompts each" if section.max_prompts else ""
+    return f"{', '.join(section.suites)}{prompts}; K {drafts}; temperature {temperatures}"
+
+
+def _verify(recipe: Recipe) -> str:
+    version = installed_vllm()
+    if recipe.export.vllm == "off" or version is None:
+        why = "export.vllm is off" if recipe.export.vllm == "off" else "vLLM is not installed"
+        return f"reload only: {why}"
+    needs = CAPABILITIES[recipe.speculator.type].needs
+    problem = version_problem(recipe.speculator.type, version)
+    return f"reload, then {problem or f'vLLM {version}'}" + (f" (needs {needs})" if needs and not problem else "")

@@ -1,0 +1,99 @@
+"""What a run will need, before anything is loaded: the target's size out of its config, rows and tokens out of the
+recipe, bytes of hidden states. Upper bounds where the answers do not exist yet.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_train.data.chat import check_tokenizer_fits
+from spec_train.errors import UserError
+from spec_train.run import Run
+
+DEFAULT_AUX_LAYERS = 3  # what EAGLE-3 reads where the recipe names no layers
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target as its config describes it. `weight_bytes`: of all its weights in target.dtype; a checkpoint that is
+    quantised may take less."""
+
+    family: str
+    parameters: int
+    weight_bytes: int
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    max_length: int
+    quantised: bool
+
+
+def target_facts(run: Run) -> TargetFacts:
+    """Reads config.json and builds the model without memory for its weights. Raises UserError where the target is not
+    reachable, is no language model, or has another tokenizer than the recipe's."""
+    import torch
+    from transformers import AutoConfig
+
+    from spec_train.target import auto_class, know_mimo
+
+    section, name = run.recipe.target, run.target_path
+    know_mimo()
+    try:
+        config = AutoConfig.from_pretrained(name, revision=section.revision if section.model else None)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"target {name}: its config cannot be read ({str(error).splitlines()[0]}); "
+            "give a local folder or a reachable hub id"
+        ) from None
+    dtype = getattr(torch, section.dtype)
+    quantised = getattr(config, "quantization_config", None) is not None
+    with torch.device("meta"):
+        model = auto_class(config, name).from_config(config)
+    text: Any = config.get_text_config()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    check_tokenizer_fits(run.tokenizer, vocab_size)
+    return TargetFacts(
+        family=str(config.model_type),
+        parameters=parameters,
+        weight_bytes=parameters * int(dtype.itemsize),
+        hidden_size=int(text.hidden_size),
+        layers=int(text.num_hidden_layers),
+        vocab_size=vocab_size,
+        max_length=int(getattr(text, "max_position_embeddings", 0)),
+        quantised=quantised,
+    )
+
+
+def state_bytes(run: Run, hidden_size: int) -> int:
+    """Bytes of hidden states for one position, in features.dtype: the layers that are stored, the last one, and a
+    float32 for the logsumexp."""
+    recipe = run.recipe
+    options = recipe.speculator.feature_options()
+    layers = recipe.features.aux_layer_ids or options.get("aux_layer_ids") or []
+    count = len(layers) or (DEFAULT_AUX_LAYERS if "aux_layer_ids" in options else 0)
+    return (count + 1) * hidden_size * int(run.torch_dtype.itemsize) + 4
+
+
+def answer_tokens(run: Run, conversations: int) -> int:
+    """At most so many tokens the target will write, one turn a conversation."""
+    section = run.recipe.responses
+    return conversations * min(section.max_new_tokens, run.recipe.data.max_length)
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes free where `directory` is or will be."""
+    existing = next(parent for parent in [directory.absolute(), *directory.absolute().parents] if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit in ("B", "KB") else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
