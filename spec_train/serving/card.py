@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 import spec_train
-from spec_train.serving.card_body import body
+from spec_train.serving.card_body import body, draft_name, setting_name
 from spec_train.serving.facts import Facts
 
 _MARKER = re.compile(r"<!-- card by spec-train \S+, sha256 ([0-9a-f]{64}) -->\n?\Z")
@@ -91,8 +91,7 @@ def _eval_results(facts: Facts) -> list[Any]:
     found = []
     for result in facts.own_results:
         k, temperature = result["num_draft_tokens"], result["temperature"]
-        tree = f" {result['tree']['name']}" if result.get("tree") else ""
-        setting = f"K={k}{tree}, temperature {temperature:g}"
+        setting = f"{draft_name(result)}, temperature {setting_name(result)}"
         metrics = {
             "mean_acceptance_length": ("mean acceptance length", result["mean_acceptance_length"]),
             "tokens_per_step": ("tokens per target pass", result["tokens_per_step"]),

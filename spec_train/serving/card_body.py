@@ -86,7 +86,7 @@ METHODS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     ),
 }
 
-_DECODERS = {"torch": "spec-train's own decoder", "vllm": "vLLM"}
+DECODERS = {"torch": "spec-train's own decoder", "vllm": "vLLM"}
 
 
 def body(facts: Facts) -> str:
@@ -133,7 +133,7 @@ def _serve(facts: Facts) -> list[str]:
     if about["plugin"]:
         lines += [
             "vLLM does not draft for this method by itself; the plugin of spec-train does, so install it beside vLLM:",
-            "```bash\npip install spec-train\n```",
+            f"```bash\npip install spec-train=={about['version']}\n```",
         ]
     command = serve_command(facts.repo_id, about["target_id"], about, k)
     lines.append(f"```bash\n{command}\n```")
@@ -180,34 +180,38 @@ def _acceptance(facts: Facts) -> list[str]:
 
 def _pivot(results: Sequence[dict[str, Any]]) -> str:
     """τ by suite, temperature and K."""
-    columns = list(dict.fromkeys(_draft_name(r) for r in sorted(results, key=lambda r: r["num_draft_tokens"])))
+    columns = list(dict.fromkeys(draft_name(r) for r in sorted(results, key=lambda r: r["num_draft_tokens"])))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for result in results:
         low, high = result["mean_acceptance_length_ci95"]
         cell = f"{result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})"
-        rows.setdefault((result["suite"], _sampling_name(result)), {})[_draft_name(result)] = cell
+        rows.setdefault((result["suite"], setting_name(result)), {})[draft_name(result)] = cell
     lines = [_row(["suite", "temperature", *columns]), "|---|---|" + "---:|" * len(columns)]
     lines += [_row([*key, *(cells.get(name, "") for name in columns)]) for key, cells in rows.items()]
     return "\n".join(lines)
 
 
-def _draft_name(result: dict[str, Any]) -> str:
+def draft_name(result: dict[str, Any]) -> str:
+    """K, and the tree where there is one."""
     tree = result.get("tree")
     return f"K={result['num_draft_tokens']}" + (f" {tree['name']}" if tree else "")
 
 
-def _sampling_name(result: dict[str, Any]) -> str:
+def setting_name(result: dict[str, Any]) -> str:
+    """The temperature, and whatever else is not as usual."""
     name = f"{result['temperature']:g}"
     if result["draft_sample_method"] != "greedy":
         name += f", {result['draft_sample_method']} drafts"
     if result.get("rejection_sample_method", "standard") != "standard":
         name += f", {result['rejection_sample_method']} rejection"
+    if result["backend"] != "torch":
+        name += f", in {DECODERS[result['backend']]} with {result['batch_size']} at a time"
     return name
 
 
 def _conditions(results: Sequence[dict[str, Any]]) -> str:
     """What was measured on what."""
-    where = dict.fromkeys(f"{r['device']}, {r['dtype']}, {_DECODERS.get(r['backend'], r['backend'])}" for r in results)
+    where = dict.fromkeys(f"{r['device']}, {r['dtype']}, {DECODERS[r['backend']]}" for r in results)
     prompts = {r["suite"]: f"{r['suite']} {r['num_prompts']} prompts" for r in results}
     return f"Measured on {'; '.join(where)}: {', '.join(prompts.values())}."
 
@@ -235,7 +239,7 @@ def _lossless(results: Sequence[dict[str, Any]]) -> str:
     total, same = (sum(check[key] for _, check in checks) for key in ("checked", "identical"))
     text = f"At temperature 0, {same} of {total} outputs were token for token those of plain decoding"
     odd = [
-        f"{r['suite']} {_draft_name(r)} {c['identical']}/{c['checked']}"
+        f"{r['suite']} {draft_name(r)} {c['identical']}/{c['checked']}"
         for r, c in checks
         if c["identical"] < c["checked"]
     ]
@@ -244,11 +248,11 @@ def _lossless(results: Sequence[dict[str, Any]]) -> str:
 
 def _speed(facts: Facts) -> list[str]:
     """What was gained where it was timed, in words."""
-    timed = [r for r in facts.own_results if r["speed"] and "draft_ms" in r["speed"]]
+    timed = [r for r in facts.own_results if (r["speed"] or {}).get("draft_ms")]
     if not timed:
         return []
     lines = [
-        f"- {r['suite']}, {_draft_name(r)}, temperature {_sampling_name(r)}: {r['speed']['speedup']:.2f}x as a whole. "
+        f"- {r['suite']}, {draft_name(r)}, temperature {setting_name(r)}: {r['speed']['speedup']:.2f}x as a whole. "
         + explain_speed(r["speed"], r["speed"].get("tokens_per_step", r["tokens_per_step"]), r["num_draft_tokens"])
         for r in timed
     ]
@@ -362,4 +366,4 @@ def _model_link(name: str) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"

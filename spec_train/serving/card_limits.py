@@ -23,7 +23,7 @@ def _training_limits(facts: Facts) -> list[str]:
     lines = []
     if facts.base_model and name != facts.base_model:
         lines.append(f"Trained and measured on {name}; acceptance with other weights was not measured.")
-    prompt = f"the system prompt {target['system_prompt']!r}" if target["system_prompt"] else "no system prompt"
+    prompt = _system_prompt(target["system_prompt"])
     template = f"the template {Path(target['chat_template']).name}" if target["chat_template"] else "its chat template"
     kwargs = "".join(f", {key}={value!r}" for key, value in target["chat_template_kwargs"].items())
     lines.append(f"Trained with {template}{kwargs} and {prompt}; acceptance under others was not measured.")
@@ -39,6 +39,14 @@ def _training_limits(facts: Facts) -> list[str]:
             "others it never drafts."
         )
     return lines
+
+
+def _system_prompt(text: str | None) -> str:
+    if not text:
+        return "no system prompt"
+    return (
+        f"the system prompt `{text}`" if len(text) <= 120 and "\n" not in text else "the system prompt in recipe.yaml"
+    )
 
 
 def _measured_limits(facts: Facts) -> list[str]:
@@ -60,11 +68,11 @@ def _measured_limits(facts: Facts) -> list[str]:
             lines.append(f"None of the {seen['checked']} prompts of {suite} is in the training data.")
     if not any(r["suite"] != "held_out" for r in results):
         lines.append("Measured on held-out prompts of the training data's own kind; other kinds were not measured.")
-    slower = [_where(r) for r in results if r["speed"] and r["speed"]["speedup"] < 1]
+    slower = [_where(r) for r in results if 0 < _speedup(r) < 1]
     if slower:
         lines.append(f"Slower than plain decoding on the machine above: {', '.join(slower)}.")
     lines += _baselines_ahead(facts)
-    if results[0]["device"].startswith("cpu"):
+    if all(r["device"].startswith("cpu") for r in results if r["speed"]):
         lines.append("Speed was timed on a CPU; a GPU has other costs, and its gain was not measured.")
     elif not any(r["speed"] for r in results):
         lines.append("Speed was not measured.")
@@ -72,20 +80,37 @@ def _measured_limits(facts: Facts) -> list[str]:
 
 
 def _baselines_ahead(facts: Facts) -> list[str]:
-    """Baselines that give at least as many tokens a pass as the speculator at its best on the same prompts."""
+    """Baselines that did at least as well on the same prompts as the speculator at its best: tokens a pass, or time."""
     lines = []
-    for key in dict.fromkeys((r["suite"], r["temperature"]) for r in facts.own_results):
-        same = [r for r in facts.results if (r["suite"], r["temperature"]) == key]
-        own = max(r["tokens_per_step"] for r in same if r in facts.own_results)
-        ahead = [r for r in same if r not in facts.own_results and r["tokens_per_step"] >= own]
+    for key in dict.fromkeys((r["suite"], r["temperature"], r["backend"]) for r in facts.own_results):
+        same = [r for r in facts.results if (r["suite"], r["temperature"], r["backend"]) == key]
+        own = [r for r in same if r in facts.own_results]
+        others = [r for r in same if r not in own]
+        passes, speed = max(r["tokens_per_step"] for r in own), max(map(_speedup, own))
+        place = f"on {key[0]} at temperature {key[1]:g}"
         lines += [
-            f"{r['type']} with K={r['num_draft_tokens']} gave {r['tokens_per_step']:.2f} tokens a pass on {key[0]} "
-            f"at temperature {key[1]:g}, this speculator {own:.2f} at best."
-            for r in ahead
+            f"{_name(r)} gave {r['tokens_per_step']:.2f} tokens a pass {place}, this speculator {passes:.2f} at best."
+            for r in others
+            if r["tokens_per_step"] >= passes
+        ]
+        lines += [
+            f"{_name(r)} ran at {_speedup(r):.2f}x the speed of plain decoding {place}, this speculator at "
+            f"{speed:.2f}x at best."
+            for r in others
+            if speed and _speedup(r) >= speed
         ]
     return lines
 
 
+def _speedup(result: dict[str, Any]) -> float:
+    """0 where it was not timed."""
+    return float((result["speed"] or {}).get("speedup") or 0)
+
+
+def _name(result: dict[str, Any]) -> str:
+    return f"{result['type']} with K={result['num_draft_tokens']}"
+
+
 def _where(result: dict[str, Any]) -> str:
     place = f"{result['suite']} K={result['num_draft_tokens']} temperature {result['temperature']:g}"
-    return f"{place} ({result['speed']['speedup']:.2f}x)"
+    return f"{place} ({_speedup(result):.2f}x)"

@@ -26,7 +26,17 @@ from spec_train.recipe_file import apply_override
 from spec_train.serving.contract import path_problem
 from spec_train.serving.export import read_export
 
-BASELINES = ("ngram", "suffix", "plain")
+BASELINES = ("ngram", "suffix", "assisted", "plain")
+# What is published of an evaluation result: figures, never what was said (the vLLM backend's results hold the outputs).
+RESULT_KEYS = (
+    *("target", "speculator", "type", "method", "suite", "backend", "device", "dtype", "num_draft_tokens"),
+    *("temperature", "top_k", "top_p", "min_p", "draft_sample_method", "rejection_sample_method", "batch_size", "seed"),
+    *("num_prompts", "num_output_tokens", "num_spec_steps", "num_draft_tokens_total", "num_accepted_draft_tokens"),
+    *("mean_acceptance_length", "mean_acceptance_length_ci95", "tokens_per_step", "draft_acceptance_rate"),
+    *("acceptance_rate_per_position", "acceptance_rate_per_position_ci95", "conditional_acceptance_rate_per_position"),
+    *("vllm_counters", "lossless", "speed", "estimate", "by_category", "versions", "tree", "recall_top_k", "overlap"),
+    "costs",
+)
 
 
 @dataclass(frozen=True)
@@ -132,8 +142,8 @@ def public_description(description: dict[str, Any], target: str) -> dict[str, An
 
 
 def public_result(result: dict[str, Any], target: str) -> dict[str, Any]:
-    """An evaluation result without places on this machine and without the names of the user's own rows."""
-    result = copy.deepcopy(result)
+    """An evaluation result without places on this machine, and without text or names of the user's own rows."""
+    result = copy.deepcopy({key: result[key] for key in RESULT_KEYS if key in result})
     result["suite"] = Path(result["suite"]).stem
     result["speculator"] = file_name(result["speculator"])
     if _is_place(result["target"]):
@@ -175,7 +185,7 @@ def _read_results(
     run = export_dir.absolute().parent.parent
     trained = stored["provenance"].get("train")
     if folder is not None:
-        files = sorted(folder.glob("*.json"))
+        files = [folder] if folder.is_file() else sorted(folder.glob("*.json"))
     elif not (run / "eval" / MANIFEST).is_file():
         return [], ["the acceptance: no finished evaluation lies beside the export (spec-train eval, or --results)"]
     else:
@@ -183,19 +193,29 @@ def _read_results(
         if trained is not None and manifest["inputs"]["train"] != trained:
             return [], [f"the acceptance: {run / 'eval'} measured another training; run spec-train eval again"]
         files = [run / "eval" / name for name in manifest["outputs"]["results"]]
-    target = public_description(stored, stored["target_id"])["target_id"]
-    found = []
-    for file in files:
-        try:
-            result = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: not readable as an evaluation result ({error}); run spec-train eval") from None
-        if isinstance(result, dict) and "mean_acceptance_length" in result and _belongs(result["type"], stored["type"]):
-            found.append(public_result(result, Path(target).name))
+    target = Path(public_description(stored, stored["target_id"])["target_id"]).name
+    found = [
+        public_result(result, target)
+        for file in files
+        for result in _rows(file)
+        if isinstance(result, dict) and result.get("mean_acceptance_length_ci95")  # a server tells no interval
+        if _belongs(result["type"], stored["type"])
+    ]
     if not any(result["type"] == stored["type"] for result in found):
         return [], [f"the acceptance: {folder} holds no evaluation result of type {stored['type']}"]
-    found.sort(key=lambda r: (r["suite"], r["temperature"], r["type"] in BASELINES, r["type"], r["num_draft_tokens"]))
+    found.sort(
+        key=lambda r: (r["suite"], r["temperature"], r["type"] != stored["type"], r["type"], r["num_draft_tokens"])
+    )
     return found, []
+
+
+def _rows(file: Path) -> list[Any]:
+    """The results in a file, one or a list, among whatever else may be in it."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not readable as an evaluation result ({error}); run spec-train eval") from None
+    return content if isinstance(content, list) else [content]
 
 
 def _belongs(kind: str, own: str) -> bool:

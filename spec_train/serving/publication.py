@@ -50,7 +50,7 @@ def files_of(export_dir: Path, facts: Facts) -> dict[str, Path | bytes]:
     if facts.recipe:
         made[RECIPE_FILE] = dump_yaml(facts.recipe).encode()
     for result in facts.results:
-        made[f"eval/{result_name(result)}"] = _json(result)
+        made[f"eval/{_file_of(result)}"] = _json(result)
     for name, content in made.items():
         refuse_secrets(f"{export_dir}: {name}", content.decode())
     files: dict[str, Path | bytes] = {}
@@ -81,6 +81,14 @@ def _config(export_dir: Path, facts: Facts) -> bytes:
         verifier["name_or_path"] = facts.description["target_id"]
         return _json(config)
     return content
+
+
+def _file_of(result: dict[str, Any]) -> str:
+    """The name of a result's file; those of another engine than ours may be of several loads."""
+    name = result_name(result)
+    if result["backend"] == "torch":
+        return name
+    return f"{name.removesuffix('.json')}-{result['backend']}-c{result['batch_size']}.json"
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -15,7 +15,6 @@ from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
 from spec_train.evaluation.metrics import summarise
-from spec_train.evaluation.report import write_results
 from spec_train.recipe import load_recipe
 from spec_train.serving.export import export
 from spec_train.serving.facts import public_recipe
@@ -152,17 +151,19 @@ def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Pat
         result("eagle1", 1, 1, **seen),
         result("eagle1", 3, 2, **slow, **wrong),
         result("eagle1", 3, 1, suite="/home/jane/logs.jsonl"),
+        result("eagle1", 3, 0, backend="vllm", outputs=[[1, 2]], per_request=["jane"], batch_size=8),
         result("ngram", 3, 3),
         result("mlp", 3, 3),  # another speculator, whose figures are none of this card's
     ]
-    write_results(tmp_path / "results", results)
-    card, files = card_of(where, results=tmp_path / "results")
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    card, files = card_of(where, results=tmp_path / "results.json")
     pivot = [line for line in card.splitlines() if line.startswith(("| suite | temperature", "| chat | 0 |", "| logs"))]
     assert pivot[:3] == [
         "| suite | temperature | K=1 | K=3 |",
         "| chat | 0 | 2.00 (2.00-2.00) | 3.00 (3.00-3.00) |",
         "| logs | 0 |  | 2.00 (2.00-2.00) |",
     ]
+    assert "| chat | 0, in vLLM with 8 at a time |  | 1.00 (1.00-1.00) |" in card
     assert "| chat | b\\|c | 2 | 3.00 (3.00-3.00) |" in card
     assert "2 of the 4 prompts of chat are in the training data (1 exact, 1 near)" in card
     assert "Slower than plain decoding on the machine above: chat K=3 temperature 0 (0.50x)." in card
@@ -170,6 +171,7 @@ def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Pat
     assert "3 of 4 outputs were token for token those of plain decoding; those that were not: chat K=3 3/4." in card
     assert sorted(name for name in files if name.startswith("eval/")) == [
         "eval/chat-eagle1-k1-t0.json",
+        "eval/chat-eagle1-k3-t0-vllm-c8.json",
         "eval/chat-eagle1-k3-t0.json",
         "eval/chat-ngram-k3-t0.json",
         "eval/logs-eagle1-k3-t0.json",
