@@ -33,6 +33,7 @@ ELSEWHERE = {
     "make ": "tests/unit/test_packaging.py reads what they run; continuous integration runs `make test`",
     "vllm serve": "tests/vllm/test_serve_command.py",
     "python -m vllm": "tests/vllm/test_serve_command.py",
+    "pytest tests/": "that very test runs with the others",
     "pip install": "tests/integration/test_wheel.py",
     "python -m venv old-pip": "needs the package index",
     "old-pip/bin/pip download": "needs the package index",
