@@ -46,7 +46,8 @@ def test_what_the_stages_would_do(recipe: Path) -> None:
     assert lines["features"].startswith("1 KB a token, at most 2.1 MB; ")
     assert "2 epochs, at most 8 steps of 400 tokens" in lines["train"]
     assert "1 KB a token)" in plan(load_recipe(recipe, ["features.mode=online"]))[3][2]
-    assert plan(load_recipe(recipe, ["speculator.type=medusa", "features.dtype=bfloat16"]))[3][2].startswith("132 B")
+    other = ["speculator.type=medusa", "eval.num_draft_tokens=[3]", "features.dtype=bfloat16"]
+    assert plan(load_recipe(recipe, other))[3][2].startswith("132 B a token")
 
 
 @pytest.mark.parametrize(
