@@ -70,7 +70,7 @@ def random_tensors(layout: str, embedding: Tensor, seed: int = 0) -> dict[str, T
     draw = Draw(seed)
     if layout == "eagle1":
         first = draw.layer("layers.0.", HIDDEN, ("post_attention_layernorm",))
-        return {"embed_tokens.weight": embedding.half(), "fc.weight": draw.weight(HIDDEN, 2 * HIDDEN), **first}
+        return {"embed_tokens.weight": embedding.clone(), "fc.weight": draw.weight(HIDDEN, 2 * HIDDEN), **first}
     if layout in ("ibm", "ibm untied"):
         own = range(3)
         tensors = {f"emb.{i}.weight": draw.weight(VOCAB, 48) for i in own}

@@ -84,6 +84,13 @@ def test_the_file_of_medusa_counts_its_heads(target: TargetModel, tmp_path: Path
     assert torch.equal(shared.heads.output_head(2), target.lm_head.weight)
 
 
+def test_the_embedding_may_be_a_copy_in_another_precision(target: TargetModel, tmp_path: Path) -> None:
+    tensors = random_tensors("eagle1", target.embedding.weight)
+    half = {**tensors, "embed_tokens.weight": tensors["embed_tokens.weight"].half()}
+    head = load_speculator(write_head(tmp_path / "half", "eagle1", "", half), target)
+    assert head.embedding_VH.data_ptr() == target.embedding.weight.data_ptr()  # the target's own, not a copy
+
+
 def absolute(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**tensors, "d2t": tensors["t2d"].nonzero()[:, 0]}
 
