@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from spec_train.data.documents import Document
 from spec_train.errors import UserError
-from spec_train.manifest import Stage
-from spec_train.run import Run, start_identity
+from spec_train.manifest import Stage, canonical, git_revision, json_sha256, package_versions, read_manifest
+from spec_train.run import DATA_STAGES, Run, start_identity
 from spec_train.speculators import speculator_class
-from spec_train.stages.common import documents_of, make_stage
+from spec_train.stages.common import documents_of, is_finished, make_stage
 from spec_train.stages.features import feature_reader, feature_spec
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def train(run: Run, force: bool) -> None:
                 "config": asdict(speculator.config),
                 "prompt": run.prompt_kwargs,
             },
-            run_config=recipe.model_dump(mode="json"),
+            run_config=tracked_config(run, stage),
             evaluate_start=recipe.speculator.start() is not None,
             decode=decode if decode.prompts else None,
         )
@@ -73,6 +73,29 @@ def train(run: Run, force: bool) -> None:
         }
 
     make_stage(run, "train", inputs, force, work)
+
+
+def tracked_config(run: Run, stage: Stage) -> dict[str, Any]:
+    """What trackers show of a run: the resolved recipe, the target's identity, the manifests of the stages that made
+    the data, and what this stage is made from. A user's own words (system prompt, template arguments) appear as hashes.
+    """
+    recipe = run.recipe.model_dump(mode="json")
+    for key in ("system_prompt", "chat_template_kwargs"):
+        if recipe["target"][key]:
+            recipe["target"][key] = f"sha256 {json_sha256(recipe['target'][key])}"
+    manifests = {
+        "train": {
+            "inputs_sha256": json_sha256(canonical(stage.inputs)),
+            "versions": package_versions(),
+            "git_revision": git_revision(),
+        }
+    }
+    for name in DATA_STAGES:
+        if is_finished(run.stage_directory(name)):  # online features leave none
+            manifest = read_manifest(run.stage_directory(name))
+            shown = ("inputs_sha256", "counts", "versions", "git_revision", "finished_at")
+            manifests[name] = {key: manifest[key] for key in shown}
+    return {"name": run.recipe.run.name, "recipe": recipe, "target": run.target_identity, "manifests": manifests}
 
 
 def feature_provider(run: Run) -> Callable[[Batch], Batch]:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spec_train.errors import UserError
-from spec_train.manifest import atomic_write_json
+from spec_train.manifest import atomic_write_json, atomic_write_text
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -36,6 +37,7 @@ SPECULATOR_FILE = "speculator.json"
 STATE_FILE = "state.json"
 COMPLETE_FILE = "complete.json"
 BEST_FILE = "best.json"
+IDENTITY_FILE = "run_id.txt"
 
 
 @dataclass
@@ -62,6 +64,15 @@ class TrainState:
     best_step: int | None = None
     best_value: float | None = None
     start_value: float | None = None
+
+
+def run_identity(directory: Path) -> str:
+    """The identity of the run in `directory`, from its first start on, be there a checkpoint or not."""
+    file = directory / IDENTITY_FILE
+    if not file.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, uuid.uuid4().hex + "\n")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def checkpoint_path(root: Path, step: int) -> Path:

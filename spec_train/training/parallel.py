@@ -38,9 +38,7 @@ ENGINE_DIR, ENGINE_TAG = "deepspeed", "state"  # where DeepSpeed's own files lie
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def make_accelerator(
-    precision: Literal["bf16", "fp32"], device: Literal["auto", "cpu", "cuda"], trackers: list[str], project_dir: Path
-) -> Accelerator:
+def make_accelerator(precision: Literal["bf16", "fp32"], device: Literal["auto", "cpu", "cuda"]) -> Accelerator:
     """An Accelerator that neither accumulates nor averages by itself: both are the training loop's business.
 
     Raises UserError where `device` is cuda and there is none.
@@ -56,8 +54,6 @@ def make_accelerator(
         cpu=on_cpu and not deepspeed,  # under DeepSpeed the flag would switch the engine off
         # Given as a plugin, the launcher's environment cannot replace the 1.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        log_with=trackers or None,
-        project_dir=str(project_dir),
         # The only buffers are frozen tensors of the target, equal everywhere: broadcasting them costs gigabytes a step.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )

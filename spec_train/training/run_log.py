@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +13,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from spec_train.errors import UserError
 from spec_train.training.checkpoint import TrainState
-
-
-def check_trackers(trackers: list[str]) -> None:
-    """Raises UserError if a tracker's package is missing (Accelerate would drop it without a word)."""
-    for tracker in trackers:
-        spec = importlib.util.find_spec(tracker)
-        if (
-            spec is None or spec.origin is None
-        ):  # a mere directory of that name (wandb/ holds offline runs) has no origin
-            raise UserError(f"train.trackers names {tracker}, which is not installed: pip install {tracker}")
+from spec_train.training.trackers import Trackers
 
 
 class RunLog:
@@ -36,7 +25,13 @@ class RunLog:
     """
 
     def __init__(
-        self, accelerator: Accelerator, path: Path, state: TrainState, total_steps: int, config: Mapping[str, Any]
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        state: TrainState,
+        total_steps: int,
+        trackers: Sequence[str],
+        config: Mapping[str, Any],
     ) -> None:
         self._accelerator = accelerator
         self._main = accelerator.is_main_process
@@ -56,53 +51,64 @@ class RunLog:
             disable=not self._main,
         )
         self._task: TaskID = self._progress.add_task("train", total=total_steps, completed=state.step, figures="")
-        self._init_trackers(state, config)
-
-    def _init_trackers(self, state: TrainState, config: Mapping[str, Any]) -> None:
-        if not self._accelerator.log_with:
-            return
-        self._accelerator.init_trackers(
-            "spec-train",
-            config={key: value for key, value in config.items() if isinstance(value, (int, float, str, bool))},
-            init_kwargs={
-                "wandb": {"id": state.run_id, "resume": "allow", "dir": str(self._path.parent)},
-                "tensorboard": {"purge_step": state.step + 1},
-            },
+        self._points: dict[str, float] = {}
+        self._trackers = Trackers(
+            trackers if self._main else (), path.parent, state.run_id, state.step, self._logged(), config
         )
 
     def __enter__(self) -> RunLog:
         self._progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
-        self._accelerator.end_training()  # flushes the trackers and closes the process group
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar to `step`."""
-        self._progress.update(self._task, completed=step)
+        self._trackers.close(failed=failure is not None)
+        self._accelerator.end_training()  # closes the process group
 
     def write(
-        self, step: int, group: Literal["train", "eval"], values: Mapping[str, float], acceptance: float | None = None
+        self,
+        step: int,
+        group: Literal["train", "eval"],
+        values: Mapping[str, float],
+        acceptance: float | None = None,
     ) -> None:
-        """One line of log.jsonl and one point of every tracker at `step`; trackers show the names as `group/name`.
-        `acceptance` goes on the progress bar."""
+        """A line of log.jsonl, and points of the trackers, as `group/name`; `acceptance` goes on the progress bar."""
         if acceptance is not None:
             self._acceptance = f"{acceptance:.3f}"
-        if self._main:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-            if "loss" in values:
-                figures = (
-                    f"loss {values['loss']:.4f}  acceptance {self._acceptance}  {values['tokens_per_second']:.0f} tok/s"
-                )
-                self._progress.update(self._task, figures=figures)
-        if self._accelerator.log_with:
-            self._accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
+        if not self._main:
+            return
+        self._points |= _named(group, values)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if group == "train":
+            figures = (
+                f"loss {values['loss']:.4f}  acceptance {self._acceptance}  {values['tokens_per_second']:.0f} tok/s"
+            )
+            self._progress.update(self._task, figures=figures)
+
+    def end_step(self, step: int) -> None:
+        """Everything of `step` is written: send it to the trackers and move the progress bar."""
+        if self._points:
+            self._trackers.log(step, self._points)
+            self._points = {}
+        self._progress.update(self._task, completed=step)
+
+    def _logged(self) -> dict[int, dict[str, float]]:
+        """What log.jsonl holds, by step, under the trackers' names."""
+        found: dict[int, dict[str, float]] = {}
+        for line in self._path.read_text(encoding="utf-8").splitlines() if self._main else ():
+            values = json.loads(line)
+            step = values.pop("step")
+            found.setdefault(step, {}).update(_named("train" if "loss" in values else "eval", values))
+        return found
 
     def bytes_written(self) -> int:
         """Length of log.jsonl now."""
         return self._path.stat().st_size if self._main else 0
+
+
+def _named(group: Literal["train", "eval"], values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{group}/{name}": value for name, value in values.items()}
 
 
 class Clock:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +29,9 @@ from spec_train.speculators.base import Speculator
 from spec_train.training import checkpoint as ckpt
 from spec_train.training import parallel
 from spec_train.training.figures import Totals, estimate_figures, estimate_sums, peak_memory
-from spec_train.training.run_log import Clock, RunLog, check_trackers
+from spec_train.training.run_log import Clock, RunLog
 from spec_train.training.schedule import learning_rate_scale
+from spec_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
     from spec_train.data.documents import Document
@@ -129,13 +129,13 @@ def train(
     """
     if not documents:
         raise UserError("there are no documents to train on; look at the drop reasons of the responses stage")
-    check_trackers(list(train.trackers))
-    accelerator = parallel.make_accelerator(train.precision, device, list(train.trackers), output_dir)
+    check_trackers(train.trackers)
+    accelerator = parallel.make_accelerator(train.precision, device)
     run = _Run(accelerator, documents, held_out, provider, optim, train, seed, tuple(num_draft_tokens), output_dir)
     state = run.start_or_resume(speculator)
     run.wrap(speculator)
     config = {**run_config, "world_size": accelerator.num_processes, "total_steps": run.total_steps}
-    log = RunLog(accelerator, output_dir / "log.jsonl", state, run.total_steps, config)
+    log = RunLog(accelerator, output_dir / "log.jsonl", state, run.total_steps, train.trackers, config)
     clock = Clock(state.seconds)
     eval_every = train.eval_every or train.save_every
     with log:
@@ -148,7 +148,6 @@ def train(
             state.step += 1
             state.trained_tokens += round(figures["tokens"])
             last = state.step == run.total_steps
-            log.advance(state.step)
             if state.step % train.log_every == 0 or last:
                 log.write(state.step, "train", {"epoch": epoch, **figures})
             improved = False
@@ -158,6 +157,7 @@ def train(
                 if improved:
                     state.best_step, state.best_value = state.step, scores[run.metric]
                 log.write(state.step, "eval", scores, acceptance=scores[run.metric])
+            log.end_step(state.step)
             if improved or last or state.step % train.save_every == 0:
                 state.seconds, state.log_bytes = clock.seconds(), log.bytes_written()
                 run.save(state, speculator_config)
@@ -203,7 +203,7 @@ class _Run:
         }
         self.shapes = {name: tensor.shape for name, tensor in speculator.state_dict().items()}
         self.resumed_from = ckpt.latest_checkpoint(self.root)
-        fresh = ckpt.TrainState(plan=plan, run_id=uuid.uuid4().hex)
+        fresh = ckpt.TrainState(plan=plan, run_id=ckpt.run_identity(self.output_dir))
         state = fresh if self.resumed_from is None else ckpt.load_state(self.resumed_from)
         here = torch.tensor([state.step], device=self.accelerator.device)
         if bool((self.accelerator.gather(here) != state.step).any()):

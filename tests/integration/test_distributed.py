@@ -70,7 +70,7 @@ def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
     launch("cpu", [], tmp_path / "run", trackers=["tensorboard"])
     assert_same_training(single, tmp_path / "run", 1e-5)
     # One tracker run in all, not one a process.
-    events = list((tmp_path / "run" / "spec-train").glob("events.out.tfevents.*"))
+    events = list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1
 
 

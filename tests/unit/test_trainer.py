@@ -15,7 +15,6 @@ from spec_train.batch import Batch
 from spec_train.data.documents import Document
 from spec_train.errors import UserError
 from spec_train.training.checkpoint import best_checkpoint, latest_checkpoint, load_state, load_weights
-from spec_train.training.run_log import check_trackers
 from spec_train.training.schedule import learning_rate_scale
 from spec_train.training.trainer import NonFiniteError
 from tests.toy_speculator import ToySpeculator, toy_documents, toy_states, toy_train
@@ -241,35 +240,6 @@ def test_half_precision_states_train_and_evaluate(tmp_path: Path, precision: str
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert result.best_value is not None
     assert all(value.dtype == torch.float32 for value in weights(tmp_path).values())
-
-
-def test_tensorboard_gets_one_step_axis_over_a_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    class Stop(Exception):
-        pass
-
-    calls = 0
-
-    def stop_at_ten(batch: Batch) -> Batch:
-        nonlocal calls
-        calls += 1
-        if calls == 10:
-            raise Stop
-        return toy_states(batch)
-
-    with pytest.raises(Stop):
-        toy_train(tmp_path, trackers=["tensorboard"], provider=stop_at_ten, max_steps=8, held_out=2, save_every=4)
-    toy_train(tmp_path, trackers=["tensorboard"], max_steps=8, held_out=2, save_every=4)
-    events = EventAccumulator(str(tmp_path / "spec-train"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
-    assert [event.step for event in events.Scalars("eval/renewal@2")] == [4, 8]
-
-
-def test_a_missing_tracker_is_named() -> None:
-    with pytest.raises(UserError, match="no_such_tracker, which is not installed"):
-        check_trackers(["no_such_tracker"])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
