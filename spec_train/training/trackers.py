@@ -58,7 +58,7 @@ class Trackers:
         if "tensorboard" in names:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else 0)
             lines = "\n".join(f"    {name}: {value}" for name, value in flat(config).items())
             self._writer.add_text("config", lines, global_step=step)
         if "wandb" in names:

@@ -143,6 +143,7 @@ def train(
             scores = run.measure(decode, speculator_config)
             state.start_value = scores[run.metric]
             log.write(0, "eval", scores, acceptance=scores[run.metric])
+            log.end_step(0)
         for epoch, micro_batches in run.plan.steps(state.step, run.total_steps):
             figures = run.step(state.step, micro_batches)
             state.step += 1
