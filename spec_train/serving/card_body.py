@@ -316,7 +316,7 @@ def _provenance(facts: Facts) -> list[str]:
         "tokenizer": _hash(target.get("tokenizer")),
         "chat template and system prompt": _hash(target.get("chat_template")),
         "recipe": _hash(hashlib.sha256(dump_yaml(facts.recipe).encode()).hexdigest()) if facts.recipe else None,
-        "started from": options.get("start_model") or options.get("init_from"),
+        "started from": options.get("start_from") or options.get("start_model"),
         "checkpoint": known.get("checkpoint"),
         "trained": _training(training),
         "git revision of spec-train": f"`{known['git_revision']}`" if known.get("git_revision") else None,

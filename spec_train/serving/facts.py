@@ -81,6 +81,9 @@ def read_facts(export_dir: Path, repo_id: str, overrides: Sequence[str] = (), re
     served = base_model if local else stored["target_id"]
     description = public_description(stored, served or Path(stored["target_id"]).name)
     found, unknown = _read_results(export_dir, results, stored)
+    verification = _read_verification(export_dir, stored["format"])
+    if verification is None:
+        unknown.append("whether vLLM serves it: no finished verify stage lies beside the export")
     license_ = _license(hub, stored["target_id"])
     if not license_:
         unknown.append("the licence: set hub.license=..., an identifier of the Hub such as apache-2.0")
@@ -96,7 +99,7 @@ def read_facts(export_dir: Path, repo_id: str, overrides: Sequence[str] = (), re
         base_model=base_model,
         license=license_,
         results=found,
-        verification=_read_verification(export_dir, stored["format"]),
+        verification=verification,
         notes=card_notes(hub) or stored["provenance"].get("notes", ""),
         unknown=unknown,
     )
@@ -219,8 +222,8 @@ def _rows(file: Path) -> list[Any]:
 
 
 def _belongs(kind: str, own: str) -> bool:
-    """Whether a result is of the speculator, its untrained start or a baseline."""
-    return kind in (own, f"{own} untrained") or kind.split()[0] in BASELINES
+    """Whether a result is of the speculator, of what it started from, or of a baseline."""
+    return kind in (own, f"{own} untrained", f"{own} start") or kind.split()[0] in BASELINES
 
 
 def _read_verification(export_dir: Path, format: str) -> dict[str, Any] | None:
