@@ -186,7 +186,8 @@ class _Round:
         position_BS = torch.arange(width, device=self.device).expand(len(prompts), -1)
         count_B = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         self.committed = Committed(token_BS.to(self.device), position_BS, count_B, features)
-        self.state: Any = proposer.begin(prompts, capacity)
+        # A finished row that rides along may have had all its drafts accepted beyond its end, and drafts on from there.
+        self.state: Any = proposer.begin(prompts, capacity + num_draft_tokens)
         self.last_B = first_B
         self._drop_finished()
 
