@@ -29,6 +29,7 @@ from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.errors import UserError
 from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
+from spec_train.packed import pack_linears
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
 
@@ -65,6 +66,7 @@ class TargetModel:
 
     def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
         self.model = model.eval().requires_grad_(False)
+        pack_linears(model)
         self.name = name
         self.device = device
         config: Any = model.config

@@ -105,6 +105,7 @@ def without(law_V: Tensor, token: int) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ decoding
+@torch.inference_mode()
 def tree_decode(
     target: TargetModel,
     speculator: Speculator,

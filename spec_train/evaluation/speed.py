@@ -5,7 +5,8 @@ down for a while slows both; figures are medians over rounds, ratios are taken i
 
 `transformers` counts differently: assisted generation drafts up to `num_assistant_tokens` tokens a pass and stops early
 where its confidence threshold says so. Here the schedule is constant and the threshold 0, so it drafts K as we do. Both
-sides generate greedily, and exactly `max_new_tokens` tokens where no EOS comes earlier.
+sides generate greedily, and exactly `max_new_tokens` tokens where no EOS comes earlier. `transformers` runs with
+PyTorch's own linear layers, as it does elsewhere; ours are packed where `packed` packs them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.evaluation.metrics import tokens_per_step
+from spec_train.packed import plain_linears
 from spec_train.speculators.base import Proposer
 from spec_train.target import TargetModel, clock
 
@@ -130,15 +132,16 @@ def stock_generate(
     tokens, begun = 0, clock(target.device)
     for prompt in prompts:
         ids = torch.tensor([prompt], device=target.device)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(target.eos_token_ids) or None,
-            pad_token_id=0,
-            **extra,
-        )
+        with plain_linears():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=sorted(target.eos_token_ids) or None,
+                pad_token_id=0,
+                **extra,
+            )
         tokens += int(out.shape[1]) - len(prompt)
     return tokens, clock(target.device) - begun
 

@@ -27,6 +27,7 @@ from spec_train.batch import Batch, FeatureSpec
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
+from spec_train.packed import PackedWeight
 from spec_train.recipe import SpeculatorOptions
 from spec_train.speculators.base import (
     GREEDY,
@@ -88,6 +89,7 @@ class DraftLM(Speculator):
         loss is confined to."""
         super().__init__()
         self.config = config
+        self._packed_head = PackedWeight()
         # A TargetModel knows every family's masks, cached steps and logit scales. In a tuple: its modules are ours.
         self._body = (TargetModel(model, "of the draft", torch.device("cpu")),)
         body = self.body
@@ -206,7 +208,9 @@ class DraftLM(Speculator):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., real V] of the ids that may be drafted."""
-        return self.body.scale_logits(F.linear(hidden, self.head_VH[: self.config.real_vocab_size]))
+        return self.body.scale_logits(
+            self._packed_head.linear(hidden, self.head_VH)[..., : self.config.real_vocab_size]
+        )
 
     def cached_states(self, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
         """States [B, S, H] of tokens on top of `cache`, which takes them in."""

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.errors import UserError
+from spec_train.packed import PackedWeight
 from spec_train.recipe import NonNegative, PositiveInt, Probability
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
 from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, position_limit, served_geometry
@@ -92,6 +93,7 @@ class Eagle1(ChainHead):
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__(config)
         self.config = config
+        self._packed_head = PackedWeight()
         self.num_depths = config.ttt_steps
         self.gradient_checkpointing = config.gradient_checkpointing
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -186,7 +188,7 @@ class Eagle1(ChainHead):
     def draft_logits(self, ready: Tensor) -> Tensor:
         """Logits [..., V]: the target's output head, without the scaling or capping that the target may add, as
         engines have it. Neither moves the argmax."""
-        return F.linear(ready, self.head_VH.to(ready.dtype))
+        return self._packed_head.linear(ready, self.head_VH.to(ready.dtype))
 
     # ------------------------------------------------------------------ loss
     def loss(self, batch: Batch, normalizer: Tensor) -> LossOutput:

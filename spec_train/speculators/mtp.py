@@ -37,6 +37,7 @@ from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache, grouped_attention
+from spec_train.packed import PackedWeight
 from spec_train.recipe import PositiveInt, Probability
 from spec_train.speculators.base import (
     GREEDY,
@@ -99,6 +100,7 @@ class Mtp(StartableSpeculator):
     def __init__(self, config: MtpConfig, loss_ids_D: Tensor) -> None:
         super().__init__()
         self.config = config
+        self._packed_head = PackedWeight()
         self.layout: Layout = LAYOUTS[config.layout]
         self.num_depths = config.ttt_steps
         self.feature_spec = _feature_spec(config.reads_pre_norm, config.target_layers)
@@ -309,7 +311,7 @@ class Mtp(StartableSpeculator):
 
     def logits(self, state: Tensor) -> Tensor:
         """Draft logits [..., V] from normed states [..., H]."""
-        return F.linear(state, self.target_head_VH.to(state.dtype))
+        return self._packed_head.linear(state, self.target_head_VH.to(state.dtype))
 
     # ------------------------------------------------------------------ decoding
     @torch.no_grad()

@@ -1,0 +1,112 @@
+"""Linear layers of frozen float32 models on the CPU, with weights laid out once as oneDNN multiplies them.
+
+A verification pass multiplies a few rows (K + 1 tokens, or a small batch) by every weight of a model. With a plain
+row-major weight [out, in] four rows take about twice as long as with a packed one. The packed copy is made when a
+weight is first used for more than one row and doubles its memory; weights beyond `MOST_BYTES` in all stay plain.
+
+The product is that of `F.linear` up to float32 rounding. A single row (but for large weights), and anything other than
+frozen float32 weights on an x86 CPU outside autograd and autocast, takes `F.linear` itself.
+"""
+
+from __future__ import annotations
+
+import platform
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MOST_BYTES = 4 << 30
+FEWEST_ROWS = 4  # oneDNN's kernels for fewer rows are slower than the one for four
+LARGE = 1 << 23  # elements; only for weights beyond, such as an output head, does packing pay with a single row
+_SUPPORTED = (
+    platform.machine() in ("x86_64", "AMD64")
+    and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
+_every: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
+_enabled = True
+
+
+class PackedWeight:
+    """The packed copy of one weight, for whoever owns the weight to keep. A copy of its owner starts without one."""
+
+    def __init__(self) -> None:
+        self.packed: Tensor | None = None
+        self.bytes = 0
+        self.of: tuple[int, int, torch.Size] | None = None  # address, version and shape of the weight that was packed
+        _every.add(self)
+
+    def __reduce__(self) -> tuple[type[PackedWeight], tuple[()]]:
+        return PackedWeight, ()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`: x [..., in], weight [out, in], bias [out] -> [..., out]. `weight` may change between calls."""
+        count = x.numel() // x.shape[-1]
+        if (
+            count < (1 if weight.numel() > LARGE else 2)
+            or weight.requires_grad
+            or weight.is_inference()  # has no version, so a change would go unseen
+            or not weight.dtype == x.dtype == torch.float32
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or not _enabled
+        ):
+            return F.linear(x, weight, bias)
+        if self.of is None or self.of != (weight.data_ptr(), weight._version, weight.shape):
+            self._pack(weight)
+        if self.packed is None:
+            return F.linear(x, weight, bias)
+        rows_NI = x.reshape(count, -1)
+        if count < FEWEST_ROWS:
+            rows_NI = F.pad(rows_NI, (0, 0, 0, FEWEST_ROWS - count))
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows_NI, self.packed, bias, "none", [], "")
+        return out[:count].view(*x.shape[:-1], -1)
+
+    def _pack(self, weight: Tensor) -> None:
+        """Pack `weight`, or leave `packed` at None where that cannot be or there is no room."""
+        self.packed, self.bytes = None, 0
+        if not _SUPPORTED or type(weight) not in (Tensor, nn.Parameter) or not weight.is_cpu:
+            return
+        self.of = (weight.data_ptr(), weight._version, weight.shape)
+        same = [other for other in _every if other.packed is not None and other.of == self.of and other is not self]
+        if same:  # a head that a draft borrows
+            self.packed = same[0].packed
+            return
+        size = weight.numel() * weight.element_size()
+        if size + sum(other.bytes for other in _every) <= MOST_BYTES:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
+            self.bytes = size
+
+
+class PackedLinear(nn.Linear):
+    """`nn.Linear` with a `PackedWeight`. Parameters, names and gradients are those of `nn.Linear`."""
+
+    packed: PackedWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in] -> [..., out]."""
+        return self.packed.linear(input, self.weight, self.bias)
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Make every plain `nn.Linear` of `model` a `PackedLinear`, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = PackedLinear
+            cast(PackedLinear, module).packed = PackedWeight()
+
+
+@contextmanager
+def plain_linears() -> Iterator[None]:
+    """Inside, every product is `F.linear`: for comparisons with other tools."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
