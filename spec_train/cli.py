@@ -380,18 +380,26 @@ def push(
     from spec_train.serving.hub import push as push_files
     from spec_train.serving.push_plan import describe_plan, plan_push
 
+    settings = list(overrides or ())
     if repo_id is not None and "=" in repo_id:  # REPO_ID is left out
-        repo_id, overrides = None, [repo_id, *(overrides or ())]
+        settings.insert(0, repo_id)
+        repo_id = None
     if private is not None:
-        overrides = [*(overrides or ()), f"hub.private={str(private).lower()}"]
-    plan = plan_push(export_dir, repo_id, overrides or (), results)
+        settings.append(f"hub.private={str(private).lower()}")
+    plan = plan_push(export_dir, repo_id, settings, results)
     for line in plan.unknown:
         print(f"push: the card does not know {line}", file=sys.stderr)
     if dry_run:
         print(describe_plan(plan))
         return
-    options = {"private": plan.private, "revision": revision, "overwrite_card": overwrite_card}
-    done = push_files(plan.files, plan.repo_id, message=message or plan.message, **options)
+    done = push_files(
+        plan.files,
+        plan.repo_id,
+        private=plan.private,
+        message=message or plan.message,
+        revision=revision,
+        overwrite_card=overwrite_card,
+    )
     print(describe(done, plan.repo_id, plan.private))
 
 

@@ -205,7 +205,7 @@ def _refuse_other_content(remote: _Remote, repo_id: str) -> None:
 def _card_was_edited(api: HfApi, repo_id: str, remote: _Remote, card: CommitOperationAdd) -> bool:
     """Whether the repository's README.md holds somebody's own words, which no push replaces unasked."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
     if CARD_FILE not in remote.files or not _differs(card, remote.files[CARD_FILE]):
         return False
@@ -221,7 +221,7 @@ def _card_was_edited(api: HfApi, repo_id: str, remote: _Remote, card: CommitOper
 
 def _validate_card(api: HfApi, card: Path | bytes) -> None:
     """The Hub's own check of the metadata, before a repository is created for it."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
     def ask() -> None:
         url, asked = f"{api.endpoint}/api/validate-yaml", {"content": content_of(card).decode(), "repoType": "model"}

@@ -142,7 +142,7 @@ def _root(error: BaseException) -> BaseException:
 
 def _retry_after(error: Exception) -> float | None:
     """The seconds that the Hub asks to wait, by either of its headers."""
-    from huggingface_hub.utils import parse_ratelimit_headers
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
     response = getattr(_root(error), "response", None)
     if response is None or response.status_code not in (429, 503):

@@ -55,7 +55,7 @@ def plan_push(export_dir: Path, repo_id: str | None, overrides: Sequence[str], r
 def check_name(repo_id: str) -> None:
     """Raise UserError where `repo_id` is not owner/name as the Hub allows it."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo_id)
