@@ -106,7 +106,7 @@ def run(
     if dry_run:
         from spec_train.dry_run import plan
 
-        for stage, state, text in plan(loaded):
+        for stage, state, text in plan(loaded).lines:
             _console().print(f"{stage:<10} {state:<6} {text}", markup=False)
         return
     from spec_train.pipeline import run_all
@@ -522,14 +522,47 @@ def suites() -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Versions, devices, memory, disk, and which methods the installed vLLM loads."""
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Check this recipe on this machine, the target included")
+    ] = None,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=20, help="At most so many steps of the overfit gate")] = 800,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+) -> None:
+    """Versions, devices, memory, disk, what vLLM loads; with a RECIPE, whether it can work here."""
+    if recipe is not None:
+        _diagnose(_load(recipe, overrides), steps, as_json)
+        return
     from spec_train.doctor import capability_table, findings
 
+    if as_json:
+        print(json.dumps(dict(findings()), ensure_ascii=False))
+        return
     console = _console()
     for name, finding in findings():
         console.print(f"{name:<14} {finding}", markup=False)
     console.print(capability_table())
+
+
+def _diagnose(recipe: Recipe, steps: int, as_json: bool) -> None:
+    from spec_train.recipe_doctor import diagnose
+
+    diagnosis = diagnose(recipe, steps)
+    if as_json:
+        print(json.dumps(diagnosis.to_json(), ensure_ascii=False))
+    else:
+        from rich.text import Text
+
+        console = _console()
+        preview = Text()
+        for text, supervised in diagnosis.preview:
+            preview.append(text, style="bold green" if supervised else "dim")
+        console.print(preview)
+        for check in diagnosis.checks:
+            console.print(f"{check.state:<5} {check.name:<8} {check.text}", markup=False)
+    if not diagnosis.ok:
+        raise typer.Exit(1)
 
 
 def _complain(message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spec_train.data.prompts import hub_rows, load_conversations, split_held_out
 from spec_train.estimate import TargetFacts, answer_tokens, free_disk, size, state_bytes, target_facts
 from spec_train.recipe import Recipe
@@ -13,9 +15,18 @@ from spec_train.stages.responses import render_prompts
 STAGES = ("prompts", "responses", "features", "train", "eval", "export", "verify")
 
 
-def plan(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """(stage, done / begun / to do, what it does) rows. Reads the target's config and tokenizer and the local sources,
-    asks the Hub for the rows of the others. Raises UserError for whatever would stop the run before it starts."""
+@dataclass(frozen=True)
+class Plan:
+    """`lines`: (stage, done / begun / to do, what it does). `store_bytes`: of hidden states, at most; 0 online."""
+
+    lines: list[tuple[str, str, str]]
+    facts: TargetFacts
+    store_bytes: int
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Reads the target's config and tokenizer and the local sources, asks the Hub for the rows of the others. Raises
+    UserError for whatever would stop the run before it starts."""
     run = Run(recipe)
     facts = target_facts(run)
     training, held_out, source_text = _rows(run)
@@ -34,7 +45,11 @@ def plan(recipe: Recipe) -> list[tuple[str, str, str]]:
         f"{recipe.target.dtype}{quantised}, {facts.layers} layers of {facts.hidden_size}, {facts.vocab_size} ids, "
         f"context {facts.max_length}"
     )
-    return [("target", "found", target), *((stage, _state(run, stage), lines[stage]) for stage in STAGES)]
+    stored = 0
+    if recipe.features.mode == "offline":
+        stored = (training + held_out) * recipe.data.max_length * state_bytes(run, facts.hidden_size)
+    stages = [(stage, _state(run, stage), lines[stage]) for stage in STAGES]
+    return Plan([("target", "found", target), *stages], facts, stored)
 
 
 def _state(run: Run, stage: str) -> str:

@@ -98,6 +98,22 @@ def version_problem(kind: str, version: str) -> str | None:
     return None
 
 
+# Families whose own classes in vLLM 0.32 and 0.33 do not give their states to EAGLE-3; its Transformers backend does.
+_WITHOUT_EAGLE3 = (
+    *("gemma2", "gemma3", "gemma3_text", "opt", "gpt2", "gpt_neox", "phi", "olmo2", "olmo3", "smollm3", "stablelm"),
+    *("falcon", "bloom", "exaone4", "glm4"),
+)
+
+
+def target_problem(kind: str, model_type: str) -> str | None:
+    """What serving a target of this family with the method `kind` takes beyond the usual; None where nothing does."""
+    if kind in ("eagle3", "peagle") and model_type in _WITHOUT_EAGLE3:
+        return f"vLLM's own {model_type} lacks the EAGLE-3 interface: serve with --model-impl transformers"
+    if kind in ("eagle3", "peagle") and model_type == "mimo":
+        return "vLLM's own mimo does not run as an EAGLE-3 target; train its MTP layer instead (speculator.type mtp)"
+    return None
+
+
 def path_problem(method: str, path: Path | str) -> str | None:
     """vLLM guesses the method from the checkpoint's path, and the guess wins over the `method` that was asked for."""
     if method in _KEPT_METHODS:

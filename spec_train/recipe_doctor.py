@@ -1,0 +1,174 @@
+"""What `spec-train doctor RECIPE` finds: whether this recipe can work on this machine, before hours are spent on it.
+
+Checks come in the order in which a run meets them. One that fails says what to look at; those after it still run where
+they can. The last one, the overfit gate, loads the target and trains on one of its own answers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from spec_train.data.chat import inspect_rows
+from spec_train.dry_run import plan
+from spec_train.errors import UserError
+from spec_train.estimate import free_disk, size, state_bytes
+from spec_train.recipe import Recipe
+from spec_train.run import Run
+from spec_train.serving.contract import CAPABILITIES, installed_vllm, target_problem, version_problem
+
+if TYPE_CHECKING:
+    from spec_train.data.documents import Document
+    from spec_train.speculators.base import Speculator
+
+GATE_TOKENS = 64  # of the answer that the gate learns
+HEAD_BYTES = 16  # of a trained parameter: float32 weight, gradient and AdamW's two moments
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table. `state`: "pass", "fail", or "note" for what cannot be judged here."""
+
+    name: str
+    state: Literal["pass", "fail", "note"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks, and the gate's sample as training sees it: pairs of (text, whether it is supervised)."""
+
+    checks: list[Check]
+    preview: list[tuple[str, bool]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return all(check.state != "fail" for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        preview = [{"text": text, "supervised": supervised} for text, supervised in self.preview]
+        return {"ok": self.ok, "checks": [asdict(check) for check in self.checks], "preview": preview}
+
+
+def diagnose(recipe: Recipe, steps: int) -> Diagnosis:
+    """Every check of the recipe on this machine. `steps`: at most so many of the overfit gate."""
+    run = Run(recipe)
+    try:
+        planned = plan(recipe)
+    except UserError as error:
+        return Diagnosis([Check("plan", "fail", str(error))], [])
+    lines = {stage: text for stage, _, text in planned.lines}
+    short = planned.store_bytes > free_disk(run.stage_directory("features"))
+    checks = [
+        Check("target", "pass", lines["target"]),
+        Check("data", "pass", lines["prompts"]),
+        Check("disk", "fail" if short else "pass", lines["features"]),
+        _vllm(recipe, planned.facts.family),
+    ]
+    try:
+        document = _sample(run)
+        preview = _preview(run, document)
+        supervised = document.num_response_tokens
+        checks.append(
+            Check("mask", "pass", f"{supervised} of {len(document.input_ids)} tokens of the sample supervised")
+        )
+        head, coverage = _new_head(run, document)
+        checks.append(_memory(run, head))
+        if coverage < 1:
+            share = f"{100 * coverage:.0f}% of the sample's tokens; raise speculator.draft_vocab_size"
+            checks.append(Check("vocab", "fail", f"the draft vocabulary holds {share}"))
+        checks.append(_gate(run, document, head, steps))
+    except UserError as error:
+        return Diagnosis([*checks, Check("gate", "fail", str(error))], [])
+    return Diagnosis(checks, preview)
+
+
+def _vllm(recipe: Recipe, family: str) -> Check:
+    """Whether the installed vLLM loads the method, and what this target takes."""
+    kind, version = recipe.speculator.type, installed_vllm()
+    needs = target_problem(kind, family) or CAPABILITIES[kind].needs
+    if version is None:
+        return Check("vllm", "note", f"not installed here; {kind} needs {needs}" if needs else "not installed here")
+    problem = version_problem(kind, version)
+    if problem is not None:
+        return Check("vllm", "fail", problem)
+    return Check("vllm", "pass", f"vLLM {version} loads {kind}" + (f"; {needs}" if needs else ""))
+
+
+def _sample(run: Run) -> Document:
+    """The target's own answer to the first prompt that leads to one."""
+    from spec_train.data.prompts import load_conversations
+    from spec_train.stages.responses import render_prompts
+    from spec_train.training.overfit import answer_of
+
+    recipe = run.recipe
+    sources = [source.model_copy(update={"limit": min(source.limit or 8, 8)}) for source in recipe.data.sources]
+    conversations, _ = load_conversations(sources, mode="regenerate", max_drop_rate=1.0, seed=recipe.run.seed)
+    prompts, dropped = render_prompts(run, conversations)
+    if not prompts:
+        raise UserError(f"no row can be rendered: {'; '.join(dropped)}")
+    refused = UserError("no prompt")
+    for prompt in prompts[:4]:
+        limit = min(GATE_TOKENS, recipe.responses.max_new_tokens)
+        try:
+            return answer_of(run.target(), prompt.input_ids, _drafts(recipe), limit)
+        except UserError as error:
+            refused = error
+    raise refused
+
+
+def _drafts(recipe: Recipe) -> int:
+    """How many drafts a round the gate asks for: no deeper than the head is trained."""
+    return min(recipe.eval.num_draft_tokens[0], 3)
+
+
+def _preview(run: Run, document: Document) -> list[tuple[str, bool]]:
+    (row,) = inspect_rows(run.tokenizer, [document])
+    start, end = document.spans[0]
+    pieces = [(row["input_ids"][:start], False), (row["input_ids"][start:end], True)]
+    return [(str(run.tokenizer.decode(ids, skip_special_tokens=False)), supervised) for ids, supervised in pieces]
+
+
+def _new_head(run: Run, document: Document) -> tuple[Speculator, float]:
+    from spec_train.stages.train import new_speculator
+
+    return new_speculator(run, [document], [document])
+
+
+def _memory(run: Run, head: Speculator) -> Check:
+    """Weights, head with optimiser, and the states of a micro-batch, against the memory of the device."""
+    import torch
+
+    target, recipe = run.target(), run.recipe
+    weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    states = recipe.train.micro_batch_tokens * state_bytes(run, target.hidden_size)
+    needed = weights + trained * HEAD_BYTES + states
+    if target.device.type == "cuda":
+        free = torch.cuda.mem_get_info(target.device)[0] + weights  # the target is loaded already
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + weights
+    text = (
+        f"target {size(weights)}, head of {trained / 1e6:.1f}M with gradients and AdamW {size(trained * HEAD_BYTES)}, "
+        f"states of a micro-batch {size(states)}, activations on top; {size(free)} free"
+    )
+    return Check("memory", "fail" if needed > free else "pass", text)
+
+
+def _gate(run: Run, document: Document, head: Speculator, steps: int) -> Check:
+    from spec_train.training.overfit import overfit
+
+    result = overfit(
+        run.target(),
+        document,
+        head,
+        num_draft_tokens=_drafts(run.recipe),
+        steps=steps,
+    )
+    if result.suspect is not None:
+        return Check("gate", "fail", result.suspect)
+    text = f"one answer learnt in {result.steps} steps: decoded at τ {result.decoded:.2f} of at most {result.best:.2f}"
+    return Check("gate", "pass", text)
