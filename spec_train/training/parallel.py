@@ -5,6 +5,7 @@ The training loop is the same for all; what is done differently (backward, clipp
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
 from collections.abc import Iterator
@@ -195,6 +196,16 @@ def _zero_stage(accelerator: Accelerator) -> int:
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return 0
     return int(accelerator.state.deepspeed_plugin.zero_stage)
+
+
+def _leave_gloo() -> None:
+    """A process that ends inside a Gloo group may abort ("terminate called without an active exception"), and the
+    launcher then reports a failure. A group that the end of training has left is gone already."""
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
+
+
+atexit.register(_leave_gloo)
 
 
 def broadcast_flag(flag: bool, device: Literal["auto", "cpu", "cuda"]) -> bool:

@@ -88,6 +88,26 @@ def test_zero_trains_and_resumes_like_one_process(single: Path, tmp_path: Path, 
     assert_same_training(single, tmp_path / "run", 1e-5)
 
 
+def test_processes_leave_their_group_when_nothing_was_to_do(tmp_path: Path) -> None:
+    """They only agreed that a stage is current. To end inside the group aborts now and then."""
+    script = tmp_path / "agree.py"
+    script.write_text(
+        "import atexit, os, pathlib\n"
+        "import torch\n"
+        "here = pathlib.Path(__file__)\n"
+        "left = lambda: here.with_name(os.environ['RANK']).write_text(str(torch.distributed.is_initialized()))\n"
+        "atexit.register(left)  # runs after what is registered later\n"
+        "from spec_train.training.parallel import broadcast_flag\n"
+        "assert broadcast_flag(os.environ['RANK'] == '0', 'cpu')\n"
+        "assert torch.distributed.is_initialized()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    worker = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert worker.returncode == 0, worker.stderr
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["False", "False"]
+
+
 def test_fsdp2_shards_train_evaluate_save_and_load(tmp_path: Path) -> None:
     """Accelerate starts FSDP on GPUs only; the same calls on a module sharded over two gloo processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
