@@ -197,7 +197,7 @@ class TrainSection(Section):
     save_every: PositiveInt = 200
     eval_every: PositiveInt | None = None
     decode_prompts: int = Field(default=4, ge=0)
-    decode_new_tokens: PositiveInt = 64
+    decode_new_tokens: PositiveInt = 32
     keep_checkpoints: PositiveInt = 2
     normalization: Literal["token", "sequence"] = "token"
     trackers: list[Literal["wandb", "tensorboard"]] = []
