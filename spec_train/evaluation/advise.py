@@ -5,8 +5,8 @@
 
 Leviathan et al. 2023 (arXiv 2211.17192), section 3.3, with measured times in place of an assumed cost ratio. Tokens per
 round at a K that was decoded are that decode's own; at a K between, the rounds of the next deeper decode cut off at K,
-1 + sum_{j<=K} prod_{i<=j} c_i with the conditional rates c_i (see `chains.py`). A server's own measurement of a load is
-preferred to the model.
+1 + sum_{j<=K} prod_{i<=j} c_i with the conditional rates c_i (see `chains.py`), corrected for where those rounds start.
+A server's own measurement of a load is preferred to the model.
 
 Uncertainty: prompts are resampled (the same for every method, so comparisons are paired), and times are jittered by
 their measured spread. Depths within 1% of the best are a tie, and the smallest of them is advised: it costs less
@@ -98,8 +98,42 @@ def pick(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def tokens_per_round(method: Method, num_draft_tokens: int) -> tuple[float, Samples, float]:
-    """(mean tokens of a round, the same per resample, mean drafts that stood in the target's pass)."""
-    deep = method.evaluated[min(k for k in method.evaluated if k >= num_draft_tokens)]
+    """(mean tokens of a round, the same per resample, mean drafts that stood in the target's pass).
+
+    A deep decode's rounds start at harder places than those of a decode at K, so cutting them off understates K. Where
+    the results have an estimate for every depth, it tells by how much. Else, between two decoded depths L < K < D, the
+    factor is known at L and 1 at D, and its logarithm is interpolated.
+    """
+    k, deepest = num_draft_tokens, min(depth for depth in method.evaluated if depth >= num_draft_tokens)
+    deep = method.evaluated[deepest]
+    tokens, samples, drafts = _replayed(deep, k)
+    shallower = [depth for depth in method.evaluated if depth < k]
+    factor, here, whole = 1.0, _estimated(deep, k), _estimated(deep, deepest)
+    if deepest == k:
+        return tokens, samples, drafts
+    if here is not None and whole is not None:
+        factor = _replayed(deep, deepest)[0] * here / whole / tokens
+    elif shallower:
+        last = max(shallower)
+        known = _replayed(method.evaluated[last], last)[0] / _replayed(deep, last)[0]
+        factor = known ** ((deepest - k) / (deepest - last))
+    return tokens * factor, samples * factor, drafts
+
+
+def _estimated(deep: Evaluated, num_draft_tokens: int) -> float | None:
+    """Tokens of a round over all suites by their estimates; None where one of them has none at this depth."""
+    text = rounds = 0.0
+    for result in deep.results:
+        by_depth = (result.get("estimate") or {}).get("renewal_by_depth") or []
+        if len(by_depth) < num_draft_tokens:
+            return None
+        emitted = result["num_output_tokens"] - result["num_prompts"]
+        text, rounds = text + emitted, rounds + emitted / by_depth[num_draft_tokens - 1]
+    return text / rounds if rounds else None
+
+
+def _replayed(deep: Evaluated, num_draft_tokens: int) -> tuple[float, Samples, float]:
+    """`tokens_per_round` from what was decoded at one depth, `num_draft_tokens` or deeper."""
     if not deep.chains:
         return _from_rates(deep, num_draft_tokens)
     walks = [fixed(chain, num_draft_tokens) for chain in deep.chains]

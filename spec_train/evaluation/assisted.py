@@ -111,7 +111,8 @@ def _complete(target: TargetModel, assistant: PreTrainedModel, request: RequestT
     seen = _Rounds(left, frozenset(target.eos_token_ids))
     tokens = torch.tensor([start], device=target.device)
     draft_constantly(assistant, k)
-    target.model.generate(
+    generate: Any = target.model.generate
+    generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         assistant_model=assistant,

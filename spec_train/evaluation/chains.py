@@ -7,7 +7,9 @@ Two records tell how many leading drafts the target accepts:
   the renewal effect included.
 - *rounds*: the accepted drafts of every round of a decode at one depth. A shallower round k <= K emits
   min(accepted, k) + 1; over all rounds the mean is 1 + sum_{j<=k} prod_{i<=j} c_i, the product of the conditional
-  acceptance rates c_i. Where rounds start is taken to be the same for every depth.
+  acceptance rates c_i. Where rounds start is taken to be the same for every depth. That understates shallow depths:
+  a deep decode needs few rounds for easy text, so more of its rounds start on hard text (2% at K = 1 out of K = 3 on
+  the quickstart, up to 10% on synthetic text of changing difficulty). `advise.tokens_per_round` corrects for it.
 
 Adaptive drafting is bounded by an oracle that knows each round's hits and drafts k = argmax value*(k+1) - ms(k), k up
 to those hits, where value is the milliseconds an emitted token is worth (Dinkelbach's iteration for the largest

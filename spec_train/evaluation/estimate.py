@@ -54,7 +54,13 @@ def estimator(
         rounds = drafted_rounds(requests)
         survived = [sum(cycle.kept > i for cycle in rounds) for i in range(num_draft_tokens)]
         figures = _figures(len(rounds), survived, acceptance_interval(requests))
-        return {**figures, "position_average": None, "independent": None, "by_draft_sample_method": None}
+        return {
+            **figures,
+            "renewal_by_depth": None,
+            "position_average": None,
+            "independent": None,
+            "by_draft_sample_method": None,
+        }
 
     return replayed
 
@@ -79,6 +85,9 @@ def _speculator_estimator(
         own = "greedy" if sampling.greedy_drafts else "probabilistic"
         return {
             **renewal[own],
+            "renewal_by_depth": [
+                renewal_counts(hits[own], k).mean_acceptance_length for k in range(1, num_draft_tokens + 1)
+            ],
             "position_average": position_average(hits[own], num_draft_tokens),
             "independent": independent_length(hits[own], num_draft_tokens),
             "by_draft_sample_method": None if sampling.greedy else renewal,

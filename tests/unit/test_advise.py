@@ -280,6 +280,25 @@ def settings_of(seed: int) -> tuple[list[Chain], list[Chain], Costs]:
     return chains[:80], chains[80:], costs
 
 
+@pytest.mark.parametrize("estimated", [False, True])
+def test_depths_that_were_not_decoded_are_not_understated(estimated: bool) -> None:
+    """Against exact walks of text of changing difficulty, decoded at K = 3 and 7: cut-off rounds alone are up to a tenth
+    too low. Two decodes mend what lies between them, estimates by depth every K."""
+    chains = hit_process(np.random.default_rng(0), 300, easy=0.95, hard=0.3, stay=0.95)
+    truth = {}
+    for k in range(1, DEPTH + 1):
+        walks = [fixed(chain, k) for chain in chains]
+        truth[k] = sum(w.tokens for w in walks) / sum(w.rounds for w in walks)
+    figures = {"estimate": {"renewal_by_depth": list(truth.values())}, "num_output_tokens": 60000, "num_prompts": 300}
+    method = Method("x", {k: Evaluated(k, [figures] if estimated else [], decoded(chains, k)) for k in (3, 7)})
+    cut_off = Method("x", {7: Evaluated(7, [], decoded(chains, 7))})
+    assert tokens_per_round(cut_off, 4)[0] < 0.95 * truth[4]
+    for k in range(1 if estimated else 3, DEPTH + 1):
+        mean, samples, _ = tokens_per_round(method, k)
+        assert mean == pytest.approx(truth[k], rel=0.01)
+        assert float(np.median(samples)) == pytest.approx(truth[k], rel=0.02)
+
+
 @pytest.mark.parametrize("evaluated", [(3, 7), (7,)])
 def test_advice_is_the_best_of_a_full_sweep(evaluated: tuple[int, ...]) -> None:
     right = 0
