@@ -282,8 +282,8 @@ def settings_of(seed: int) -> tuple[list[Chain], list[Chain], Costs]:
 
 @pytest.mark.parametrize("estimated", [False, True])
 def test_depths_that_were_not_decoded_are_not_understated(estimated: bool) -> None:
-    """Against exact walks of text of changing difficulty, decoded at K = 3 and 7: cut-off rounds alone are up to a tenth
-    too low. Two decodes mend what lies between them, estimates by depth every K."""
+    """Against exact walks of text of changing difficulty, decoded at K = 3 and 7: cut-off rounds alone are up to a
+    tenth too low. Two decodes mend what lies between them, estimates by depth every K."""
     chains = hit_process(np.random.default_rng(0), 300, easy=0.95, hard=0.3, stay=0.95)
     truth = {}
     for k in range(1, DEPTH + 1):
