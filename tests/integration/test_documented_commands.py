@@ -13,17 +13,23 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
+from tests.hub_stand_in import HubStandIn
+from tests.published import random_tensors, write_head
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-HUB_MODELS = ("HuggingFaceTB/SmolLM2-135M-Instruct",)
+TARGETS = ("HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
+HEAD = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+TOKEN = "hf_documented"
 # The start of a command -> who runs it.
 ELSEWHERE = {
     **{
@@ -74,7 +80,7 @@ def shrunk_comparison(comparison: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone's folder as the pages take it to be, with everything small and the run of README's my.yaml done."""
+    """A clone's folder as the pages take it to be, with everything small, after the quickstart and README's my.yaml."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "path/or").mkdir(parents=True)
     target = tiny_model("llama", folder / "models", max_position_embeddings=4096).rename(folder / "path/or/hub-id")
@@ -88,22 +94,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (mine,) = MINE.findall(PAGES[0].read_text())
     (folder / "my.yaml").write_text(yaml.safe_dump(shrunk(yaml.safe_load(mine))))
     (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
-    for name in HUB_MODELS:
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    head = write_head(folder / "head", "eagle3", str(target), random_tensors("eagle3", embedding))
+    for name, files in (*((name, target) for name in TARGETS), (HEAD, head)):
         cached = folder / "hub" / "hub" / f"models--{name.replace('/', '--')}"
         (cached / "refs").mkdir(parents=True)
         (cached / "refs" / "main").write_text("0" * 40)
         (cached / "snapshots").mkdir()
-        (cached / "snapshots" / ("0" * 40)).symlink_to(target)
+        (cached / "snapshots" / ("0" * 40)).symlink_to(files)
     (folder / "bin").mkdir()
     for name, module in (("spec-train", "spec_train"), ("accelerate", "accelerate.commands.accelerate_cli")):
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
-    done = run("spec-train run my.yaml", folder)
-    assert done.returncode == 0, done.stderr
+    for recipe in ("my.yaml", "recipes/quickstart/eagle3.yaml"):
+        done = run(f"spec-train run {recipe}", folder)
+        assert done.returncode == 0, done.stderr
     return folder
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def hub() -> Iterator[dict[str, str]]:
+    """The environment of a command that talks to the Hub."""
+    with HubStandIn({TOKEN: ("me", "write")}) as server:
+        yield {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+
+def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -112,6 +128,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "HF_HOME": str(folder / "hub"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        **more,
     }
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
@@ -119,9 +136,10 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_s_commands_run_as_printed(page: Path, folder: Path) -> None:
+def test_a_page_s_commands_run_as_printed(page: Path, folder: Path, hub: dict[str, str]) -> None:
     for command in commands(page):
         if command.startswith(tuple(ELSEWHERE)):
             continue
-        result = run(command, folder)
+        pushes = command.startswith("spec-train push") and "--dry-run" not in command
+        result = run(command, folder, **(hub if pushes else {}))
         assert result.returncode == 0, f"{page.name}: {command}\n{result.stdout[-1000:]}\n{result.stderr[-3000:]}"
