@@ -24,13 +24,15 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 96,
     "num_hidden_layers": 6,
@@ -102,6 +104,11 @@ def qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=384, head_dim=32, tie_word_embeddings=False))
 
 
+def mimo() -> PreTrainedModel:
+    """MiMo 7B: Qwen2's body, biased queries, keys and values. `add_mtp_layer` adds what it ships beside it."""
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, vocab_size=288))
+
+
 def qwen3_moe() -> PreTrainedModel:
     """Qwen3 30B A3B: a mixture of experts in every layer, an intermediate size that no layer has."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -169,6 +176,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
         ["<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
         LLAMA,
     ),
+    "mimo": (mimo, ["<|im_end|>", "<|endoftext|>", "<|im_start|>"], QWEN3),
     "qwen3_moe": (qwen3_moe, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
     "gemma3": (gemma3, ["<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>"], GEMMA3),
     "phi4": (phi4, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<|im_sep|>"], PHI4),
@@ -217,7 +225,24 @@ def family_target(family: str, folder: Path) -> Path:
     tokenizer.save_pretrained(place)
     if family.endswith("_fp8"):
         quantise(place)
+    if family == "mimo":
+        add_mtp_layer(place)
     return place
+
+
+def add_mtp_layer(place: Path) -> None:
+    """One MTP layer under MiMo's names, and the keys of its config.json that declare it."""
+    tensors = load_file(place / "model.safetensors")
+    head, hidden = "model.mtp_layers.0.", SIZES["hidden_size"]
+    layer = {name: value for name, value in tensors.items() if name.startswith("model.layers.5.")}
+    tensors.update({head + name.removeprefix("model.layers.5."): value.clone() for name, value in layer.items()})
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{head}{norm}.weight"] = 1 + 0.3 * torch.randn(hidden)
+    tensors[f"{head}input_proj.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    declared = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (place / "config.json").write_text(json.dumps({**config, **declared}))
 
 
 def quantise(place: Path) -> None:

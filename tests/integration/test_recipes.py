@@ -22,6 +22,8 @@ from tests.families import family_target
 RECIPES = {
     "llama-3.1-8b-instruct": "llama3",
     "llama-3.1-8b-instruct-fp8": "llama3_fp8",
+    "domain-adaptation": "llama3",
+    "mimo-7b-rl": "mimo",
     "llama-3.3-70b-instruct": "llama3",
     "qwen3-8b": "qwen3",
     "qwen3-32b": "qwen3",
@@ -76,9 +78,23 @@ def overrides(file: Path, target: Path, folder: Path) -> list[str]:
     for key, value in (("draft_vocab_size", 200), ("loss_vocab_size", 200), ("ttt_steps", 2), ("num_heads", 2)):
         if options.get(key):
             small.append(f"speculator.{key}={value}")
-    if options.get("aux_layer_ids"):
-        small.append("speculator.aux_layer_ids=[2, 3, 4]")
+    if options.get("start_model"):  # a smaller model with the target's tokenizer
+        small.append(f"speculator.start_model={target}")
+    if options.get("start_from"):
+        small.append(f"speculator.start_from={general_head(target, folder)}")
     return small
+
+
+def general_head(target: Path, folder: Path) -> Path:
+    """An export of the recipe for the same target, with which a domain adaptation starts."""
+    place = folder / "general"
+    place.mkdir()
+    file = asset_path("recipes") / "llama-3.1-8b-instruct" / "eagle3.yaml"
+    run = Run(load_recipe(file, overrides(file, target, place)))
+    for name, stage in STAGES.items():
+        if name not in ("eval", "verify"):
+            stage(run, False)
+    return run.directory / "export" / "plain"
 
 
 @pytest.mark.parametrize("file", files(), ids=lambda f: f"{f.parent.name}-{f.stem}")

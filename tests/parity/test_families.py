@@ -25,9 +25,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param.endswith("_fp8"):
         pytest.importorskip("compressed_tensors")
     folder = family_target(request.param, tmp_path_factory.mktemp("families"))
+    target = TargetModel.load(str(folder))  # first: it makes MiMo known to transformers
     auto = AutoModelForImageTextToText if request.param == "mistral_small" else AutoModelForCausalLM
     own = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    return TargetModel.load(str(folder)), own
+    return target, own
 
 
 def close(ours: torch.Tensor, own: torch.Tensor) -> None:
