@@ -23,12 +23,17 @@ T = TypeVar("T")
 
 
 def hub_exceptions() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises: answers with an error status and lost connections (both are HTTPError of the HTTP
-    client it is built with), offline mode, and RuntimeError and ValueError around parts of an upload."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    """What huggingface_hub raises: HTTP and connection errors, Xet's PermissionError, and RuntimeError and ValueError
+    around parts of an upload."""
+    return (*_connection_errors(), PermissionError, RuntimeError, ValueError)
 
-    http_error = HfHubHTTPError.__bases__[0]
-    return (http_error, OfflineModeIsEnabled, RuntimeError, ValueError)
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Answers with an error status and lost connections are HTTPError of the HTTP client that huggingface_hub is built
+    with; Xet has Python's own, and so has offline mode."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (HfHubHTTPError.__bases__[0], ConnectionError, TimeoutError)
 
 
 def status_of(error: BaseException) -> int | None:
@@ -50,10 +55,12 @@ def patiently(call: Callable[[], T]) -> T:
 
 def pause(error: Exception, wait: float) -> bool:
     """Wait before another attempt, `wait` seconds or as long as the Hub asks for; False where none is worth it."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     status = status_of(error)
     expired_link = status == 403 and isinstance(error, RuntimeError)  # a signed upload link; the next is new
     if status is None:
-        again = isinstance(_root(error), hub_exceptions()[0])
+        again = isinstance(_root(error), _connection_errors()) and not isinstance(error, OfflineModeIsEnabled)
     else:
         again = status in (408, 429) or status >= 500 or expired_link
     asked = _retry_after(error)
@@ -99,7 +106,7 @@ def explained(error: Exception, repo_id: str, token: str) -> UserError | RunFail
         return UserError(f"the Hub refuses the push to {repo_id}{f' ({status})' if status else ''}: {said}")
     return RunFailure(
         f"the connection to {constants.ENDPOINT} failed ({type(root).__name__}: {said}): repeat the command, "
-        "what is uploaded is not sent again"
+        "what is uploaded is not sent again; HF_HUB_DISABLE_XET=1 uploads by plain HTTPS"
     )
 
 

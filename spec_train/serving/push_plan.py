@@ -84,7 +84,7 @@ def check_public(files: Files, token: str = "") -> None:
         if name.startswith(("tokenizer", "vocab", "merges")):
             continue  # every word of a language is in there
         if local := next((path for path in _PATH.findall(text) if _is_local(path)), None):
-            raise UserError(f"{name} names a path of this machine, {local}/...: take it out before it is published")
+            raise UserError(f"{name} names a path of this machine, {local}/...: export again, or take it out")
 
 
 def describe_plan(plan: PushPlan) -> str:

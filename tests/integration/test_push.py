@@ -16,12 +16,15 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from spec_train.errors import RunFailure, UserError
+from spec_train.recipe import load_recipe
 from spec_train.serving import hub, hub_errors
 from spec_train.serving.export import export
+from spec_train.serving.facts import public_recipe
 from spec_train.serving.hub import Pushed, push
 from spec_train.serving.push_plan import check_public, plan_push
 from tests.heads import random_eagle3
 from tests.hub_stand_in import Blob, HubStandIn, Repo
+from tests.integration.test_run import write_recipe
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 REPO = "me/head-of-someone"
@@ -86,6 +89,26 @@ def command(server: HubStandIn, *arguments: object, **environment: str) -> subpr
         text=True,
         env={**os.environ, **hub_environment(server), **environment},
     )
+
+
+def test_name_and_visibility_of_the_recipe(export_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"give REPO_ID as owner/name, or set hub\.repo_id in the recipe"):
+        plan_push(export_dir, None, (), None)
+    assert plan_push(export_dir, REPO, (), None).private
+    assert not plan_push(export_dir, REPO, ["hub.private=false"], None).private
+    recipe = load_recipe(write_recipe(tmp_path), ["hub.repo_id=me/mine", "hub.private=false"]).model_dump(mode="json")
+    made = export(
+        random_eagle3(),
+        tmp_path / "head",
+        format="plain",
+        target_id="someone/model",
+        num_draft_tokens=3,
+        golden=None,
+        provenance={"recipe": public_recipe(recipe)},
+    )
+    plan = plan_push(made, None, (), None)
+    assert (plan.repo_id, plan.private) == ("me/mine", False)
+    assert "recipe.yaml" in plan.files
 
 
 def test_dry_run_shows_files_and_card_and_asks_nobody(server: HubStandIn, export_dir: Path, files: Files) -> None:
@@ -339,6 +362,37 @@ def test_repository_that_the_token_cannot_see(
     server.fault("info", times=2, status=404, headers={"X-Error-Code": "RepoNotFound"})
     with pytest.raises(UserError, match="org/head exists already, but the token cannot see it"):
         push(files, "org/head", private=True, message="publish")
+
+
+def test_failing_xet_is_one_line_too(server: HubStandIn, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has no Xet storage, which huggingface_hub takes first."""
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    with pytest.raises(RunFailure) as error:
+        pushed(files)
+    assert "HF_HUB_DISABLE_XET=1 uploads by plain HTTPS; me/head-of-someone was created (private)" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert server.repos[REPO].log == ["initial commit"]
+
+
+def test_offline_mode(server: HubStandIn, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        pushed(files)
+    assert not server.calls
+
+
+def test_refusal_is_one_line_and_status_2(server: HubStandIn, export_dir: Path) -> None:
+    wrong = TOKEN[::-1]
+    program = command(server, export_dir, REPO, HF_TOKEN=wrong)
+    out, complaints = program.communicate(timeout=240)
+    assert program.returncode == 2
+    said = [line for line in complaints.splitlines() if not line.startswith("push: the card does not know")]
+    assert said == [
+        "error: the Hub does not accept the token (401): set HF_TOKEN to a valid one, or log in with `hf auth login`"
+    ]
+    assert wrong not in out + complaints
+    assert list(server.calls) == ["whoami"]
 
 
 def test_no_token_and_bad_names(
