@@ -422,6 +422,7 @@ _FOREIGN = {
     "model_name_or_path": "target.model",
     "dataset": "data.sources",
     "ttt_length": "speculator.ttt_steps",
+    "init_from": "speculator.start_from",
     "num_speculative_tokens": "eval.num_draft_tokens",
     "lr_scheduler_type": "optim.schedule",
     "report_to": "train.trackers",

@@ -177,7 +177,8 @@ def start_identity(recipe: Recipe) -> dict[str, Any]:
     folder = find_head(start, "speculator.start_from ")
     files = [folder / name for name in ("speculator.json", "config.json") if (folder / name).is_file()]
     configs = {file.name: file_sha256(file) for file in files}
-    return {"start": {"name": start, "weights": weights_fingerprint(str(folder)), **configs}}
+    snapshot = {} if Path(start).expanduser().is_dir() else {"revision": folder.name}  # of the hub's repository
+    return {"start": {"name": start, **snapshot, "weights": weights_fingerprint(str(folder)), **configs}}
 
 
 def weights_fingerprint(target: str) -> str | None:

@@ -42,7 +42,10 @@ def find_head(name: str, key: str = "") -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
+        snapshot = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        if not weight_files(snapshot):
+            snapshot = Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
+        return snapshot
     except (OSError, ValueError) as error:  # offline, not found, no access, or not a valid id
         first = str(error).strip().splitlines()[0]
         raise UserError(
