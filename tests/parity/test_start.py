@@ -19,11 +19,13 @@ from spec_train.run import Run
 from spec_train.serving.export import export
 from spec_train.speculators import load_speculator, options_class, speculator_class
 from spec_train.speculators.base import Speculator
+from spec_train.speculators.mtp import Mtp, MtpOptions
 from spec_train.speculators.start import start_head
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import renewal_counts
 from tests.chain_heads import answers, fit
 from tests.integration.test_run import write_recipe
+from tests.mtp_targets import mtp_target
 from tests.published import METHOD, random_tensors, write_head
 from tests.tiny import tiny_model
 
@@ -103,6 +105,16 @@ def test_our_own_heads_go_on(kind: str, form: str, target: TargetModel, tmp_path
     assert all(torch.equal(value, own[name]) for name, value in first.state_dict().items())
     assert head.feature_spec == first.feature_spec
     assert head.feature_spec == type(head).required_features(options_of(kind, folder), beside)
+
+
+def test_an_mtp_layer_inside_a_whole_model_goes_on(tmp_path: Path) -> None:
+    """From our export, which is a copy of the target, or from a checkpoint that ships one."""
+    target = TargetModel.load(str(mtp_target("qwen3_5", tmp_path)))
+    shipped = Mtp.from_recipe(MtpOptions(type="mtp", init="target_head"), target, IDS, seed=0)
+    for folder in (exported(shipped, target, tmp_path / "copy"), Path(target.name)):
+        head = start_head(options_of("mtp", folder, ttt_steps=2), target, IDS)
+        assert (head.config.layout, head.config.stitched, head.num_depths) == ("qwen3_5", True, 2)
+        assert all(torch.equal(value, shipped.state_dict()[name]) for name, value in head.state_dict().items())
 
 
 @pytest.mark.parametrize(
