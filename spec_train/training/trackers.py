@@ -115,18 +115,18 @@ def _start_wandb(directory: Path, run_id: str, config: Mapping[str, Any]) -> Any
     import wandb
 
     mode: Any = os.environ.get("WANDB_MODE", "online")
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        mode = "offline"  # asking for a key would hold up a run that nobody watches
-    settings = wandb.Settings(
-        console="off", disable_git=True, save_code=False, silent=mode == "offline", x_disable_meta=True
-    )
     try:
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            mode = "offline"  # asking for a key would hold up a run that nobody watches
+        settings = wandb.Settings(
+            console="off", disable_git=True, save_code=False, silent=mode == "offline", x_disable_meta=True
+        )
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=config.get("name"), id=run_id, resume="allow",
             dir=str(directory), mode=mode, settings=settings,
         )  # fmt: skip
-    except wandb.errors.Error as error:
-        reason = str(error).splitlines()[0]
+    except (wandb.errors.Error, ValueError) as error:  # ValueError: an environment variable that W&B does not know
+        reason = " ".join(str(error).split())
         raise UserError(
             f"train.trackers: W&B does not start ({reason}); set WANDB_MODE=offline in the environment, or mend it"
         ) from None

@@ -17,7 +17,7 @@ from spec_train.errors import UserError
 from spec_train.manifest import read_manifest
 from spec_train.pipeline import run_features, run_prompts, run_responses
 from spec_train.recipe import load_recipe
-from spec_train.training.trackers import check_trackers
+from spec_train.training.trackers import Trackers, check_trackers
 from tests.integration.test_run import write_recipe
 from tests.wandb_file import read_offline_runs
 
@@ -128,6 +128,23 @@ def test_the_recipe_and_the_manifests_are_the_configuration(
     assert last["eval/decode@3"] == last["eval/decode_renewal@3"]
     assert tensorboard_scalars(directory)["eval/decode@3"][-1][1] == pytest.approx(last["eval/decode@3"])
     assert wandb_server[1] == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("WANDB_API_KEY", "tooshort", "WANDB_API_KEY invalid"),
+        ("WANDB_MODE", "nonsense", "mode Input should be 'online'"),
+    ],
+)
+def test_what_w_and_b_cannot_start_with_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=rf"W&B does not start \(.*{said}.*; set WANDB_MODE=offline") as caught:
+        Trackers(["wandb"], tmp_path, "id", 0, {}, {})
+    assert "tooshort" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_tracker_is_named() -> None:
