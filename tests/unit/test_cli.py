@@ -179,7 +179,7 @@ def test_documented_commands_exist(file: Path) -> None:
             if word in ("spec-train", ".venv/bin/spec-train") or (word == "spec_train" and words[position - 1] == "-m"):
                 assert words[position + 1] in COMMANDS, line
         for word in words:
-            key, equals, _ = word.partition("=")
+            key, equals, _ = word.strip("'\"").partition("=")  # quoted for the shell
             if equals and "." in key and not word.startswith("-"):
                 assert re.sub(r"\.\d+(?=\.|$)", ".N", key) in known, line
             if word.startswith(("recipes/", "accelerate_configs/")):
