@@ -233,6 +233,9 @@ def run_engines(
     check_input(target_dir, suite.prompts, max_new_tokens, deepest)
     length = needed_positions(suite.prompts, max_new_tokens, deepest)
     common = engine_arguments(str(target_dir), length, max(loads), dtype, sampling.seed)
+    if needs_repair(sampling):
+        # After a chunk of a prompt vLLM winds the request's generator back, which generators of the CPU refuse.
+        common["enable_chunked_prefill"] = False
     job = {
         "prompts": suite.prompts,
         "max_new_tokens": max_new_tokens,

@@ -18,7 +18,7 @@ from spec_train.evaluation.agreement import Journal, Plan, compare_sides, measur
 from spec_train.evaluation.evaluate import EvalSettings, Suite, decode_reference, render_suite
 from spec_train.evaluation.load_report import load_table
 from spec_train.evaluation.metrics import vllm_counters
-from spec_train.evaluation.vllm_backend import check_sampling, check_subject, evaluate_prompts
+from spec_train.evaluation.vllm_backend import check_sampling, check_subject, evaluate_prompts, run_engines
 from spec_train.serving.contract import is_cpu_build
 from spec_train.serving.export import export
 from spec_train.speculators import load_speculator
@@ -132,6 +132,17 @@ def test_sampled_agreement(case: Case, tmp_path: Path) -> None:
     assert again.missing("vllm", 4) == [2, 3]
     measure_in_vllm(case.export_dir, case.path, case.suite, plan, again, 3, "float32")
     assert again.found["vllm", 3] == journal.found["vllm", 3]
+
+
+def test_sampled_prompts_of_more_tokens_than_a_step_holds(case: Case) -> None:
+    """Twelve prompts of 300 tokens: without care vLLM prefills one in two steps, which fails with seeds on the CPU."""
+    prompts = [(PROMPTS[i % 4] * 100)[:300] for i in range(12)]
+    suite = Suite("long", [f"p{i}" for i in range(12)], [""] * 12, prompts)
+    sampling = Sampling(temperature=0.7, seed=1)
+    ((run,),) = run_engines(
+        str(case.export_dir), case.path, suite, sampling, num_draft_tokens=[K], concurrency=[12], max_new_tokens=4
+    )
+    assert [len(ids) for ids in run.outputs] == [4] * 12
 
 
 def test_sampled_text_follows_the_law(case: Case) -> None:
