@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spec_train.data.features import free_disk
 from spec_train.data.prompts import hub_rows, load_conversations, split_held_out
-from spec_train.estimate import TargetFacts, answer_tokens, free_disk, size, state_bytes, target_facts
+from spec_train.estimate import TargetFacts, answer_tokens, size, state_bytes, target_facts
 from spec_train.recipe import Recipe
 from spec_train.run import Run
 from spec_train.serving.contract import CAPABILITIES, installed_vllm, version_problem

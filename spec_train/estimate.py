@@ -4,12 +4,11 @@ recipe, bytes of hidden states. Upper bounds where the answers do not exist yet.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from spec_train.data.chat import check_tokenizer_fits
+from spec_train.data.features import bytes_per_position
 from spec_train.errors import UserError
 from spec_train.run import Run
 
@@ -69,25 +68,18 @@ def target_facts(run: Run) -> TargetFacts:
 
 
 def state_bytes(run: Run, hidden_size: int) -> int:
-    """Bytes of hidden states for one position, in features.dtype: the layers that are stored, the last one, and a
-    float32 for the logsumexp."""
+    """Bytes of hidden states for one position of this run, in features.dtype."""
     recipe = run.recipe
     options = recipe.speculator.feature_options()
     layers = recipe.features.aux_layer_ids or options.get("aux_layer_ids") or []
     count = len(layers) or (DEFAULT_AUX_LAYERS if "aux_layer_ids" in options else 0)
-    return (count + 1) * hidden_size * int(run.torch_dtype.itemsize) + 4
+    return bytes_per_position(count, hidden_size, recipe.features.dtype)
 
 
 def answer_tokens(run: Run, conversations: int) -> int:
     """At most so many tokens the target will write, one turn a conversation."""
     section = run.recipe.responses
     return conversations * min(section.max_new_tokens, run.recipe.data.max_length)
-
-
-def free_disk(directory: Path) -> int:
-    """Bytes free where `directory` is or will be."""
-    existing = next(parent for parent in [directory.absolute(), *directory.absolute().parents] if parent.exists())
-    return shutil.disk_usage(existing).free
 
 
 def size(count: float) -> str:

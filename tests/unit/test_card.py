@@ -145,13 +145,13 @@ def test_a_name_that_vllm_would_misread_is_refused(tmp_path: Path) -> None:
 def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Path) -> None:
     where = exported("eagle1", tmp_path)
     slow = {"speed": {"tokens_per_second": 5.0, "baseline_tokens_per_second": 10.0, "speedup": 0.5, "batch_size": 1}}
-    seen = {"overlap": {"checked": 4, "exact": 1, "near": 1, "ids": ["jane@example.org"]}}
-    wrong = {"lossless": {"checked": 4, "identical": 3, "first_divergence": {"id": "jane@example.org", "position": 1}}}
+    seen = {"overlap": {"checked": 4, "exact": 1, "near": 1, "ids": ["asker@example.org"]}}
+    wrong = {"lossless": {"checked": 4, "identical": 3, "first_divergence": {"id": "asker@example.org", "position": 1}}}
     results = [
         result("eagle1", 1, 1, **seen),
         result("eagle1", 3, 2, **slow, **wrong),
-        result("eagle1", 3, 1, suite="/home/jane/logs.jsonl"),
-        result("eagle1", 3, 0, backend="vllm", outputs=[[1, 2]], per_request=["jane"], batch_size=8),
+        result("eagle1", 3, 1, suite="/somewhere/logs.jsonl"),
+        result("eagle1", 3, 0, backend="vllm", outputs=[[1, 2]], per_request=["asker"], batch_size=8),
         result("ngram", 3, 3),
         result("mlp", 3, 3),  # another speculator, whose figures are none of this card's
     ]
@@ -177,4 +177,4 @@ def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Pat
         "eval/logs-eagle1-k3-t0.json",
     ]
     for content in (content for content in files.values() if isinstance(content, bytes)):
-        assert b"jane" not in content and b"/somewhere" not in content
+        assert b"asker" not in content and b"/somewhere" not in content

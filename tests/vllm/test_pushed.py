@@ -15,8 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from spec_train.target import TargetModel
 from tests.hub_stand_in import HubStandIn
 from tests.tiny import tiny_model
 from tests.vllm.test_eagle3 import NEW_TOKENS, PROMPTS, K, trained_head
-from tests.vllm.test_serve_command import fetch, free_port
+from tests.vllm.test_serve_command import fetch, free_port, wait_until_up
 
 pytestmark = pytest.mark.vllm
 TOKEN, TARGET, HEAD = "hf_abcdefghijklmnopqrstuvwxyz012345", "me/tiny-target", "me/tiny-target-eagle3"
@@ -62,19 +60,6 @@ def served_environment(server: HubStandIn, folder: Path) -> dict[str, str]:
         "HF_HUB_DISABLE_XET": "1",
         "TRANSFORMERS_OFFLINE": "0",
     }
-
-
-def wait_until_up(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    started = time.monotonic()
-    while True:
-        try:
-            fetch(f"http://127.0.0.1:{port}/health")
-            return
-        except (urllib.error.URLError, ConnectionError):
-            tail = log.read_text()[-3000:]
-            assert server.poll() is None, tail
-            assert time.monotonic() - started < START_S, tail
-            time.sleep(0.5)
 
 
 def push_both(server: HubStandIn, folder: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
@@ -125,7 +110,7 @@ def test_command_of_the_card_serves_the_repository(tmp_path: Path, monkeypatch: 
                 ["bash", "-c", line], env=environment, stdout=out, stderr=out, start_new_session=True, cwd=tmp_path
             )
         try:
-            wait_until_up(server, port, log)
+            wait_until_up(server, port, log, START_S)
             model = json.loads(fetch(f"http://127.0.0.1:{port}/v1/models"))["data"][0]["id"]
             body = {"model": model, "prompt": PROMPTS[2], "max_tokens": NEW_TOKENS, "temperature": 0}
             answer = json.loads(fetch(f"http://127.0.0.1:{port}/v1/completions", body))

@@ -21,8 +21,8 @@ from spec_train.speculators.mlp import Mlp
 from spec_train.target import TargetModel
 from tests.hub_stand_in import Blob, HubStandIn
 from tests.tiny import tiny_model
-from tests.vllm.test_pushed import TOKEN, served_environment, wait_until_up
-from tests.vllm.test_serve_command import fetch, free_port
+from tests.vllm.test_pushed import START_S, TOKEN, served_environment
+from tests.vllm.test_serve_command import fetch, free_port, wait_until_up
 
 pytestmark = pytest.mark.vllm
 
@@ -66,7 +66,7 @@ def drafted_tokens(command: list[str], environment: dict[str, str], log_file: Pa
     with log_file.open("w") as log:
         server = subprocess.Popen([*command, *options], env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            wait_until_up(server, port, log_file)
+            wait_until_up(server, port, log_file, START_S)
             model = json.loads(fetch(f"http://127.0.0.1:{port}/v1/models"))["data"][0]["id"]
             body = {"model": model, "prompt": "two plus two", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
             answer = json.loads(fetch(f"http://127.0.0.1:{port}/v1/completions", body))

@@ -40,6 +40,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_until_up(server: subprocess.Popen[bytes], port: int, log: Path, start_s: float = START_S) -> None:
+    started = time.monotonic()
+    while True:
+        try:
+            fetch(f"http://127.0.0.1:{port}/health")
+            return
+        except (urllib.error.URLError, ConnectionError):
+            tail = log.read_text()[-3000:]
+            assert server.poll() is None, tail
+            assert time.monotonic() - started < start_s, tail
+            time.sleep(0.5)
+
+
 def test_printed_command_serves(tmp_path: Path) -> None:
     target = tiny_model("llama", tmp_path)
     where = export(
@@ -62,16 +75,7 @@ def test_printed_command_serves(tmp_path: Path) -> None:
     log = (tmp_path / "server.log").open("w")
     server = subprocess.Popen([*words, *options], env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        started = time.monotonic()
-        while True:
-            try:
-                fetch(f"http://127.0.0.1:{port}/health")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                tail = (tmp_path / "server.log").read_text()[-2000:]
-                assert server.poll() is None, tail
-                assert time.monotonic() - started < START_S, tail
-                time.sleep(0.5)
+        wait_until_up(server, port, tmp_path / "server.log")
         model = json.loads(fetch(f"http://127.0.0.1:{port}/v1/models"))["data"][0]["id"]
         body = {"model": model, "prompt": "two plus two", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
         answer = json.loads(fetch(f"http://127.0.0.1:{port}/v1/completions", body))

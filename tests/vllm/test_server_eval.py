@@ -7,8 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from spec_train.evaluation.server import Server, evaluate_served
 from spec_train.serving.processes import VLLM_ENVIRONMENT
 from tests.tiny import tiny_model
 from tests.vllm.test_eagle3 import PROMPTS
-from tests.vllm.test_serve_command import START_S, fetch, free_port
+from tests.vllm.test_serve_command import free_port, wait_until_up
 
 pytestmark = pytest.mark.vllm
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
@@ -41,16 +39,7 @@ def test_a_running_server(tmp_path: Path) -> None:
     log = (tmp_path / "server.log").open("w")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        started = time.monotonic()
-        while True:
-            try:
-                fetch(f"{url}/health")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                tail = (tmp_path / "server.log").read_text()[-2000:]
-                assert process.poll() is None, tail
-                assert time.monotonic() - started < START_S, tail
-                time.sleep(0.5)
+        wait_until_up(process, port, tmp_path / "server.log")
         server = Server(url, str(target))
         suite = Suite("tiny", list("abcd"), [""] * 4, PROMPTS)
         settings: dict[str, Any] = {"concurrency": [1, 4], "max_new_tokens": 24}
