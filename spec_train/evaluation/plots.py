@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,14 @@ from spec_train.errors import UserError
 COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#9a6700", "#57606a", "#bf3989", "#0a7d91", "#6e4a1f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 Results = Sequence[dict[str, Any]]
+SAMPLED = re.compile(
+    r"(?P<what>renewal|decode|decode_renewal)_T(?P<temperature>[\d.e-]+?)(_(?P<drafts>greedy|probabilistic))?@(?P<k>\d+)"
+)
+SAMPLED_LABELS = {
+    "renewal": "estimate",
+    "decode": "decode of a few prompts",
+    "decode_renewal": "estimate on these",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ def speedup_against_concurrency(results: Results) -> bytes | None:
 
 
 def training_curves(curves: Sequence[Curve]) -> bytes | None:
-    """Loss by step; acceptance length estimated on all held-out answers, and decoded on a few prompts, by step."""
+    """Loss by step; acceptance length by step, estimated on all held-out answers and decoded on a few prompts, greedily
+    and at every temperature that the log has."""
     if not curves:
         return None
     plt = _pyplot()
@@ -81,9 +91,26 @@ def training_curves(curves: Sequence[Curve]) -> bytes | None:
                 label = f"{curve.name} {what} K={key.removeprefix(prefix)}"
                 steps, values = zip(*curve.series[key], strict=True)
                 right.plot(steps, values, color=colour, markerfacecolor="none", label=label, **style)
+        _draw_sampled(right, curve, colour)
     _finish(left, "step", "loss", "loss")
     _finish(right, "step", "acceptance length", "acceptance length")
     return _png(figure)
+
+
+def _draw_sampled(axes: Any, curve: Curve, colour: str) -> None:
+    """The same at temperatures above 0. Where the held-out answers were not sampled at one, its estimates are those on
+    the decoded answers."""
+    found = [match for key in curve.series if (match := SAMPLED.fullmatch(key))]
+    on_all = {match["temperature"] for match in found if match["what"] == "renewal"}
+    for match in found:
+        shown = match["what"] != "decode_renewal" or match["temperature"] not in on_all
+        if not shown or match["k"] != found[0]["k"]:
+            continue
+        label = f"{curve.name} T={match['temperature']} {SAMPLED_LABELS[match['what']]}"
+        label += f", {match['drafts']} drafts K={match['k']}" if match["drafts"] else f" K={match['k']}"
+        marker, line = {"greedy": ("^", "--"), "probabilistic": ("s", "--"), None: ("+", ":")}[match["drafts"]]
+        steps, values = zip(*curve.series[match[0]], strict=True)
+        axes.plot(steps, values, color=colour, marker=marker, linestyle=line, markersize=5, label=label)
 
 
 def _draw_against_k(axes: Any, results: Results) -> None:

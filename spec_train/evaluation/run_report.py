@@ -16,7 +16,7 @@ from typing import Any
 
 from spec_train.errors import UserError
 from spec_train.evaluation.plots import Curve, draw_all
-from spec_train.evaluation.report import CAPTION, result_markdown, table_rows
+from spec_train.evaluation.report import ABSENT, CAPTION, result_markdown, table_rows
 from spec_train.manifest import atomic_write_text
 
 STYLE = """
@@ -27,7 +27,12 @@ th,td{padding:.3rem .6rem;border-bottom:1px solid #d0d7de;text-align:right;white
 th{background:#f6f8fa}th.text,td.text{text-align:left}img{max-width:100%;height:auto}
 p.note{color:#57606a;font-size:.9rem}
 """
-TEXT_COLUMNS = ("suite", "speculator")
+TEXT_COLUMNS = ("suite", "speculator", "run")
+ACCEPTANCE_KEYS = ("renewal", "decode@", "decode_renewal", "decode_T")
+TRAINING_CAPTION = (
+    "Acceptance lengths: renewal is estimated on all held-out answers, decode measured on a few held-out prompts, "
+    "decode_renewal estimated on the answers of that decode; T is the temperature where it is not 0."
+)
 
 
 @dataclass
@@ -109,6 +114,9 @@ def _markdown(found: Collected, title: str) -> str:
     parts = [f"# {title}\n"]
     if found.results:
         parts += [result_markdown(found.results), CAPTION + "\n", _conditions(found.results) + "\n"]
+    header, rows = _training_rows(found.curves)
+    if rows:
+        parts += [_markdown_table(header, rows), TRAINING_CAPTION + "\n"]
     return "\n".join(parts)
 
 
@@ -127,7 +135,11 @@ def _page(found: Collected, pictures: dict[str, tuple[str, bytes]], title: str) 
     body = [f"<h1>{html.escape(title)}</h1>"]
     if found.results:
         body += [f'<p class="note">{html.escape(_conditions(found.results))}</p>', "<h2>Results</h2>"]
-        body += [_table(found.results), f'<p class="note">{html.escape(CAPTION)}</p>']
+        body += [_table(*table_rows(found.results)), f'<p class="note">{html.escape(CAPTION)}</p>']
+    header, rows = _training_rows(found.curves)
+    if rows:
+        body += ["<h2>Last evaluation in training</h2>", _table(header, rows)]
+        body.append(f'<p class="note">{html.escape(TRAINING_CAPTION)}</p>')
     for heading, png in pictures.values():
         source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
         body.append(f'<h2>{html.escape(heading)}</h2><img src="{source}" alt="{html.escape(heading)}">')
@@ -142,9 +154,26 @@ def _page(found: Collected, pictures: dict[str, tuple[str, bytes]], title: str) 
     )
 
 
-def _table(results: Sequence[dict[str, Any]]) -> str:
-    header, rows = table_rows(results)
+def _training_rows(curves: Sequence[Curve]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(header, rows): the acceptance lengths of each run's last evaluation, by their names in log.jsonl."""
+    keys = list(dict.fromkeys(key for curve in curves for key in curve.series if key.startswith(ACCEPTANCE_KEYS)))
+    rows = []
+    for curve in curves:
+        last = {key: curve.series[key][-1] for key in keys if key in curve.series}
+        if last:
+            values = [f"{last[key][1]:.3f}" if key in last else ABSENT for key in keys]
+            rows.append((curve.name, str(max(step for step, _ in last.values())), *values))
+    return ("run", "step", *keys), rows
 
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |"]
+    lines.append("|" + "|".join("---" if column in TEXT_COLUMNS else "---:" for column in header) + "|")
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         kinds = [' class="text"' if name in TEXT_COLUMNS else "" for name in header]
         return (

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from spec_train.data.documents import Document, read_documents
 from spec_train.manifest import Stage, run_lock
+from spec_train.recipe import Recipe
 from spec_train.run import Run
+
+if TYPE_CHECKING:
+    from spec_train.decoding.sampling import Sampling
 
 Work = Callable[[Stage], tuple[dict[str, Any], dict[str, Any]]]
 """Does a stage's work in its directory; returns (outputs, counts) for the manifest."""
@@ -63,3 +67,19 @@ def is_finished(directory: Path) -> bool:
 def documents_of(run: Run, split: str) -> list[Document]:
     """The documents of the responses stage; `split` is train or held_out."""
     return read_documents(run.stage_directory("responses") / f"{split}.jsonl")
+
+
+def eval_sampling(recipe: Recipe, temperature: float) -> Sampling:
+    """The recipe's settings of an evaluation at one of its temperatures."""
+    from spec_train.decoding.sampling import Sampling
+
+    section = recipe.eval
+    return Sampling(
+        temperature,
+        section.top_k,
+        section.top_p,
+        section.draft_sample_method,
+        recipe.run.seed,
+        section.min_p,
+        section.rejection_sample_method,
+    )

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.tree_draft import TreeShape, dynamic_tree, static_tree
 from spec_train.errors import UserError
 from spec_train.evaluation.assisted import assistant_of
@@ -32,7 +31,7 @@ from spec_train.recipe import TreeSection
 from spec_train.run import Run
 from spec_train.speculators import load_speculator
 from spec_train.speculators.suffix import SuffixProposer
-from spec_train.stages.common import documents_of, make_stage
+from spec_train.stages.common import documents_of, eval_sampling, make_stage
 from spec_train.stages.train import new_speculator
 from spec_train.target import TargetModel
 
@@ -57,18 +56,9 @@ def suite_of(run: Run, name: str) -> Suite:
 
 def eval_settings(run: Run, temperature: float) -> EvalSettings:
     section = run.recipe.eval
-    sampling = Sampling(
-        temperature,
-        section.top_k,
-        section.top_p,
-        section.draft_sample_method,
-        run.recipe.run.seed,
-        section.min_p,
-        section.rejection_sample_method,
-    )
     max_new_tokens = section.max_new_tokens or run.recipe.responses.max_new_tokens
     return EvalSettings(
-        sampling,
+        eval_sampling(run.recipe, temperature),
         max_new_tokens,
         section.batch_size,
         section.speed_prompts,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spec_train.data.documents import Document
@@ -11,12 +12,14 @@ from spec_train.errors import UserError
 from spec_train.manifest import Stage, canonical, git_revision, json_sha256, package_versions, read_manifest
 from spec_train.run import DATA_STAGES, Run, start_identity
 from spec_train.speculators import speculator_class
-from spec_train.stages.common import documents_of, is_finished, make_stage
+from spec_train.stages.common import documents_of, eval_sampling, is_finished, make_stage
 from spec_train.stages.features import feature_reader, feature_spec
 
 if TYPE_CHECKING:
     from spec_train.batch import Batch
+    from spec_train.decoding.sampling import Sampling
     from spec_train.speculators.base import Speculator
+    from spec_train.training.figures import SampledAnswers
 
 
 # What of the train section leaves the result as it is; the seed stands among the inputs by itself.
@@ -46,7 +49,11 @@ def train(run: Run, force: bool) -> None:
         provider = feature_provider(run)
         speculator, coverage = new_speculator(run, documents, held_out)
         section, depth = recipe.train, recipe.eval.num_draft_tokens[0]
-        decode = HeldOutDecode(run.target(), held_out, section.decode_prompts, section.decode_new_tokens, depth)
+        samplings = [eval_sampling(recipe, temperature) for temperature in recipe.eval.temperature]
+        samplings = [sampling for sampling in samplings if not sampling.greedy]
+        decode = HeldOutDecode(
+            run.target(), held_out, section.decode_prompts, section.decode_new_tokens, depth, samplings
+        )
         result = train_speculator(
             speculator,
             documents,
@@ -66,6 +73,7 @@ def train(run: Run, force: bool) -> None:
             run_config=tracked_config(run, stage),
             evaluate_start=recipe.speculator.start() is not None,
             decode=decode if decode.prompts else None,
+            sampled=sampled_answers(run, samplings),
         )
         return {**asdict(result), "held_out_coverage": coverage}, {
             "documents": len(documents),
@@ -109,6 +117,20 @@ def feature_provider(run: Run) -> Callable[[Batch], Batch]:
         return lambda batch: target.fill_features(batch, spec, dtype)
     reader = feature_reader(run, recipe.responses.dtype or recipe.target.dtype)
     return lambda batch: add_features(batch, reader.read).to(batch.input_ids_BT.device)
+
+
+def sampled_answers(run: Run, samplings: Sequence[Sampling]) -> SampledAnswers | None:
+    """The one of `samplings` under which the target wrote the held-out answers, with what it takes to estimate on them;
+    None where they are greedy or not its own, or where evaluation samples in another way."""
+    from spec_train.speculators.distillation import add_target_probs
+    from spec_train.training.figures import SampledAnswers
+
+    wrote = run.recipe.responses
+    for sampling in samplings if wrote.mode == "regenerate" else ():
+        filters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        if filters == (wrote.temperature, wrote.top_k, wrote.top_p, 0.0):
+            return SampledAnswers(sampling, partial(add_target_probs, target=run.target(), sampling=sampling))
+    return None
 
 
 def new_speculator(run: Run, documents: list[Document], held_out: list[Document]) -> tuple[Speculator, float]:

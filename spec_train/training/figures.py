@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from spec_train.batch import Batch
+from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import ResponseHits
 from spec_train.training.acceptance import position_sums, renewal_counts
 
@@ -78,6 +81,45 @@ def estimate_figures(sums: Tensor, depths: Sequence[int]) -> dict[str, float]:
         if survivors[i - 1] > 0:
             figures[f"conditional_acceptance_{i}"] = survivors[i] / survivors[i - 1]
     return figures
+
+
+def reduced_estimates(
+    accelerator: Accelerator, responses: Sequence[ResponseHits], depths: Sequence[int]
+) -> dict[str, float]:
+    """`estimate_figures` of the responses of all processes, each giving its own."""
+    sums = estimate_sums(responses, depths).to(accelerator.device)
+    return estimate_figures(accelerator.reduce(sums, "sum"), depths)
+
+
+@dataclass(frozen=True)
+class SampledAnswers:
+    """Held-out answers that the target sampled under the settings which serving will use: on them acceptance at that
+    temperature can be estimated, for either way of picking drafts. On other text it cannot.
+
+    sampling   those settings; `rejection_sample_method` is how drafts are judged
+    add_probs  adds the target's probability of every answer token under them to a batch with its states
+    """
+
+    sampling: Sampling
+    add_probs: Callable[[Batch], Batch]
+
+    @property
+    def drawn(self) -> Sampling:
+        """The settings with drafts drawn from the draft's own law."""
+        return replace(self.sampling, draft_sample_method="probabilistic")
+
+    def figures(self, greedy: dict[str, float], drawn: dict[str, float], depths: Sequence[int]) -> dict[str, float]:
+        """The estimates of `estimate_figures` for greedy and for drawn drafts, by their names in log.jsonl:
+
+        renewal_T0.7_greedy@K         this is renewal@K: along sampled text a greedy draft is kept where the text has it
+        renewal_T0.7_probabilistic@K  drafts drawn at the temperature
+        """
+        both = {"greedy": greedy, "probabilistic": drawn}
+        return {
+            f"renewal_T{self.sampling.temperature:g}_{method}@{k}": estimates[f"renewal@{k}"]
+            for method, estimates in both.items()
+            for k in depths
+        }
 
 
 def peak_memory(device: torch.device) -> int:

@@ -25,10 +25,10 @@ from spec_train.batch import Batch
 from spec_train.data.batches import Rows, build_batch, plan_epoch
 from spec_train.errors import RunFailure, UserError
 from spec_train.manifest import atomic_write_json
-from spec_train.speculators.base import Speculator
+from spec_train.speculators.base import ResponseHits, Speculator
 from spec_train.training import checkpoint as ckpt
 from spec_train.training import parallel
-from spec_train.training.figures import Totals, estimate_figures, estimate_sums, peak_memory
+from spec_train.training.figures import SampledAnswers, Totals, peak_memory, reduced_estimates
 from spec_train.training.run_log import Clock, RunLog
 from spec_train.training.schedule import learning_rate_scale
 from spec_train.training.trackers import check_trackers
@@ -112,6 +112,7 @@ def train(
     run_config: Mapping[str, Any],
     evaluate_start: bool = False,
     decode: Decode | None = None,
+    sampled: SampledAnswers | None = None,
 ) -> TrainResult:
     """Train `speculator` in place, or resume where an earlier call with the same `output_dir` stopped.
 
@@ -124,6 +125,7 @@ def train(
     evaluate_start     log the estimate before the first step too: `speculator` has been trained before
     decode             called on the main process at every evaluation, its figures are logged beside the estimates;
                        given on every process or on none
+    sampled            how the target sampled `held_out`, None where it did not or not as it will be served
 
     Raises UserError on bad input or a run that does not match `output_dir`, NonFiniteError when training diverges.
     """
@@ -131,7 +133,8 @@ def train(
         raise UserError("there are no documents to train on; look at the drop reasons of the responses stage")
     check_trackers(train.trackers)
     accelerator = parallel.make_accelerator(train.precision, device)
-    run = _Run(accelerator, documents, held_out, provider, optim, train, seed, tuple(num_draft_tokens), output_dir)
+    depths = tuple(num_draft_tokens)
+    run = _Run(accelerator, documents, held_out, provider, optim, train, seed, depths, output_dir, sampled)
     state = run.start_or_resume(speculator)
     run.wrap(speculator)
     config = {**run_config, "world_size": accelerator.num_processes, "total_steps": run.total_steps}
@@ -179,8 +182,9 @@ class _Run:
         seed: int,
         num_draft_tokens: tuple[int, ...],
         output_dir: Path,
+        sampled: SampledAnswers | None,
     ) -> None:
-        self.accelerator, self.provider = accelerator, provider
+        self.accelerator, self.provider, self.sampled = accelerator, provider, sampled
         self.documents, self.held_out = documents, held_out
         self.optim, self.settings, self.seed = optim, train, seed
         self.num_draft_tokens = num_draft_tokens
@@ -327,13 +331,19 @@ class _Run:
             multiple_of=accelerator.num_processes,
         )
         self.model.eval()
-        hits = []
+        deepest = max(self.num_draft_tokens)
+        hits, drawn = list[ResponseHits](), list[ResponseHits]()
         with parallel.gathered(accelerator, self.model):
             for rows in plan[accelerator.process_index :: accelerator.num_processes]:
                 batch = self.provider(self._batch(self.held_out, rows))
-                hits += self.speculator.draft_hits(batch, max(self.num_draft_tokens))
-        sums = accelerator.reduce(estimate_sums(hits, self.num_draft_tokens).to(accelerator.device), "sum")
-        return estimate_figures(sums, self.num_draft_tokens)
+                hits += self.speculator.draft_hits(batch, deepest)
+                if self.sampled is not None:
+                    drawn += self.speculator.draft_hits(self.sampled.add_probs(batch), deepest, self.sampled.drawn)
+        figures = reduced_estimates(accelerator, hits, self.num_draft_tokens)
+        if self.sampled is not None:
+            sampled = reduced_estimates(accelerator, drawn, self.num_draft_tokens)
+            figures |= self.sampled.figures(figures, sampled, self.num_draft_tokens)
+        return figures
 
     def decode(self, decode: Decode, speculator_config: Mapping[str, Any]) -> dict[str, float]:
         """The figures of `decode` on the main process, nothing elsewhere. It gets the weights as files, gathered from

@@ -23,8 +23,9 @@ from spec_train.manifest import read_manifest
 from spec_train.pipeline import evaluate_checkpoint, run_all, run_features, run_responses
 from spec_train.recipe import Recipe, load_recipe
 from spec_train.run import Run
-from spec_train.stages.common import documents_of
+from spec_train.stages.common import documents_of, eval_sampling
 from spec_train.stages.features import feature_reader, feature_spec
+from spec_train.stages.train import sampled_answers
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,24 @@ def test_the_training_log_shows_estimates_beside_a_decode(finished: Path) -> Non
         assert {"position_average@3", "conditional_acceptance_1"} <= line.keys()
         assert line["decode@3"] == line["decode_renewal@3"]
         assert line["decode_text_equal"] == 1.0
+
+
+def test_answers_are_estimated_on_at_the_temperature_they_were_sampled_at(tmp_path: Path) -> None:
+    """Greedy answers, the data's own, and those under other settings than the evaluation's give no such estimate."""
+    path = write_recipe(tmp_path)
+
+    def estimated_at(*overrides: str) -> float | None:
+        recipe = load_recipe(path, overrides)
+        samplings = [eval_sampling(recipe, temperature) for temperature in recipe.eval.temperature if temperature]
+        found = sampled_answers(Run(recipe), samplings)
+        return None if found is None else found.sampling.temperature
+
+    both = ("responses.temperature=0.7", "responses.top_p=0.9", "eval.temperature=[0.0, 0.3, 0.7]")
+    assert estimated_at(*both, "eval.top_p=0.9") == 0.7
+    assert estimated_at(*both) is None
+    assert estimated_at(*both, "eval.top_p=0.9", "eval.min_p=0.1") is None
+    assert estimated_at(*both, "eval.top_p=0.9", "responses.mode=keep") is None
+    assert estimated_at("eval.temperature=[0.0, 0.7]") is None
 
 
 def test_held_out_prompts_are_not_trained_on(finished: Path) -> None:

@@ -99,7 +99,10 @@ def test_a_killed_run_stays_one_run_with_every_step_once(
 def test_the_recipe_and_the_manifests_are_the_configuration(
     tmp_path: Path, wandb_server: tuple[str, list[object]]
 ) -> None:
-    recipe = write_recipe(tmp_path, target={"system_prompt": "Secret words of the user"}, train={"epochs": 1})
+    recipe = write_recipe(
+        tmp_path, target={"system_prompt": "Secret words of the user"}, train={"epochs": 1},
+        responses={"temperature": 0.7}, eval={"temperature": [0.0, 0.7]},
+    )  # fmt: skip
     for make in (run_prompts, run_responses, run_features):
         make(load_recipe(recipe))
     command = ["spec_train", "train", str(recipe), 'train.trackers=["wandb","tensorboard"]', "optim.lr=0.0031"]
@@ -126,7 +129,9 @@ def test_the_recipe_and_the_manifests_are_the_configuration(
     assert config["recipe"]["target"]["system_prompt"].startswith("sha256 ")
     last = run.history[-1]
     assert last["eval/decode@3"] == last["eval/decode_renewal@3"]
-    assert tensorboard_scalars(directory)["eval/decode@3"][-1][1] == pytest.approx(last["eval/decode@3"])
+    assert last["eval/decode_T0.7@3"] == last["eval/decode_renewal_T0.7_greedy@3"]
+    for name in ("decode@3", "decode_T0.7@3", "renewal_T0.7_greedy@3", "renewal_T0.7_probabilistic@3"):
+        assert tensorboard_scalars(directory)[f"eval/{name}"][-1][1] == pytest.approx(last[f"eval/{name}"])
     assert wandb_server[1] == []
 
 

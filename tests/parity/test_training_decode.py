@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,15 @@ from spec_train.batch import Batch
 from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode
 from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.trace import RequestTrace
+from spec_train.evaluation.estimate import estimator
 from spec_train.evaluation.held_out_decode import HeldOutDecode
 from spec_train.recipe import OptimSection, TrainSection
-from spec_train.speculators import speculator_class
+from spec_train.speculators import load_speculator, speculator_class
+from spec_train.speculators.distillation import add_target_probs
 from spec_train.target import TargetModel
 from spec_train.training.checkpoint import latest_checkpoint
+from spec_train.training.figures import SampledAnswers
 from spec_train.training.trainer import train
 from tests.tiny import tiny_model
 
@@ -34,8 +40,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 @pytest.fixture(scope="module")
 def documents(target: TargetModel) -> list[Document]:
     """The target's own answers."""
+    return answers(target, Sampling())
+
+
+def answers(target: TargetModel, sampling: Sampling) -> list[Document]:
     prompts = [[5 + (7 * n + 3 * t) % 300 for t in range(4 + n)] for n in range(12)]
-    requests = plain_decode(target, prompts, sampling=Sampling(), max_new_tokens=24, batch_size=12).requests
+    requests = plain_decode(target, prompts, sampling=sampling, max_new_tokens=24, batch_size=12).requests
     return [
         Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
         for r in requests
@@ -48,7 +58,7 @@ class Stop(Exception):
 
 def trained(
     target: TargetModel, documents: list[Document], options: dict[str, Any], folder: Path, decoding: bool,
-    stop_after: int = 999,
+    stop_after: int = 999, sampled: SampledAnswers | None = None, samplings: Sequence[Sampling] = (),
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train eight steps and return the log. `stop_after`: the provider raises Stop after that many calls."""
     cls = speculator_class(options["type"])
@@ -69,7 +79,7 @@ def trained(
         speculator, documents[3:], documents[:3], online,
         optim=OptimSection(lr=3e-3), train=settings, seed=3, device="cpu", num_draft_tokens=(3, 1), output_dir=folder,
         speculator_config={"type": options["type"], "config": asdict(speculator.config)}, run_config={},
-        decode=HeldOutDecode(target, documents[:3], 2, 20, 3) if decoding else None,
+        decode=HeldOutDecode(target, documents[:3], 2, 20, 3, samplings) if decoding else None, sampled=sampled,
     )  # fmt: skip
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in UNTIMED} for line in lines]
@@ -105,6 +115,41 @@ def test_decoding_measures_the_estimate_and_leaves_training_alone(
         assert line["decode_text_equal"] == 1.0
     assert any(line["decode@3"] > 1.0 for line in decodes)
     assert not list((tmp_path / "with" / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+def test_at_a_temperature_both_ways_of_drafting_are_estimated(
+    target: TargetModel, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """On sampled held-out answers the log has what evaluation estimates on them with the last checkpoint; a decode with
+    greedy drafts is its own estimate, one that draws drafts scatters around it, and training is left alone."""
+    greedy = Sampling(0.4, top_k=12, seed=2)
+    drawn = replace(greedy, temperature=0.3, draft_sample_method="probabilistic", rejection_sample_method="block")
+    documents = answers(target, greedy)
+    sampled = SampledAnswers(greedy, partial(add_target_probs, target=target, sampling=greedy))
+    without = trained(target, documents, options, tmp_path / "without", decoding=False)
+    log = trained(
+        target, documents, options, tmp_path / "with", decoding=True, sampled=sampled, samplings=[greedy, drawn]
+    )
+    assert_same_files(tmp_path / "without", tmp_path / "with")
+    evaluations = [line for line in log if "renewal@3" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 6, 8]
+    assert not any("_T" in key for line in without for key in line)
+    for line in evaluations:
+        assert line["decode_T0.4@3"] == line["decode_renewal_T0.4_greedy@3"]
+        assert line["renewal_T0.4_greedy@3"] == line["renewal@3"]
+        assert 1 <= line["decode_renewal_T0.4_probabilistic@3"] <= 4
+        assert {"decode_T0.3@3", "decode_renewal_T0.3_greedy@3", "decode_renewal_T0.3_probabilistic@3"} <= line.keys()
+    checkpoint = latest_checkpoint(tmp_path / "with" / "checkpoints")
+    assert checkpoint is not None
+    texts = [RequestTrace(d.id, d.input_ids[: d.spans[0][0]], d.input_ids[d.spans[0][0] :]) for d in documents[:3]]
+    speculator = load_speculator(checkpoint, target)
+    estimate = estimator(target, speculator, texts, sampling=greedy, max_draft_tokens=3, batch_size=3)
+    for k in (1, 3):
+        for method, figures in estimate(k)["by_draft_sample_method"].items():
+            assert evaluations[-1][f"renewal_T0.4_{method}@{k}"] == pytest.approx(figures["renewal"], abs=1e-6)
+    last = evaluations[-1]
+    assert abs(last["renewal_T0.4_greedy@3"] - last["renewal_T0.4_probabilistic@3"]) > 1e-4
 
 
 def test_a_run_stopped_between_decodes_resumes_to_the_bit(

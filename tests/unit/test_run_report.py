@@ -104,7 +104,8 @@ def test_page_needs_nothing_from_outside_and_holds_every_figure(run, tmp_path):
 
 def test_markdown_has_a_row_for_each_result(run, tmp_path):
     write_report(collect([run]), tmp_path, "Runs")
-    rows = [line for line in (tmp_path / "report.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    text = (tmp_path / "report.md").read_text(encoding="utf-8").partition("| run |")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[1:3] for row in rows[1:]] == [
         ["plain", "-"],
         ["eagle3", "3"],
@@ -128,6 +129,29 @@ def test_training_curves_show_estimate_decode_and_the_estimate_on_the_decoded_an
     ]
     shown.append(training_curves([Curve("run", {**series, "decode_renewal@3": [(3, 1.7)]})]))
     assert len(set(shown)) == 4
+    at_temperature = {"decode_T0.7@3": [(3, 1.6)], "decode_renewal_T0.7_greedy@3": [(3, 1.6)]}
+    at_temperature |= {"renewal_T0.7_greedy@3": [(3, 1.7)], "renewal_T0.7_probabilistic@3": [(3, 1.9)]}
+    for key, points in at_temperature.items():  # the third is drawn in place of the second, with its label
+        series[key] = points
+        shown.append(training_curves([Curve("run", series)]))
+    assert len(set(shown)) == 8
+
+
+def test_the_last_evaluation_in_training_is_a_table(run, tmp_path):
+    more = [
+        {"step": 6, "loss": 1.0},
+        {"step": 6, "renewal@3": 1.9, "decode@3": 1.8, "renewal_T0.7_probabilistic@3": 1.85},
+    ]
+    with (run / "train" / "log.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in more)
+    write_report(collect([run]), tmp_path, "Runs")
+    table = [
+        "| run | step | renewal@3 | decode@3 | renewal_T0.7_probabilistic@3 |",
+        "|---|---:|---:|---:|---:|",
+        "| my-run | 6 | 1.900 | 1.800 | 1.850 |",
+    ]
+    assert "\n".join(table) in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "<td>1.850</td>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_folder_without_results_or_a_wrong_file_is_refused(tmp_path):
