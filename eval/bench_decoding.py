@@ -22,9 +22,10 @@ if __name__ == "__main__":
     parser.add_argument("recipe", type=Path, help="a trained run; a draft model is held against assisted generation")
     parser.add_argument("--suite", default="gsm8k", help="bundled suite or JSONL file with prompts")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of the batched runs, one batch")
-    parser.add_argument("--single-prompts", type=int, default=2, help="of these, timed one at a time")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=16, help="decoded singly and in batches")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--single-prompts", type=int, default=3, help="of these, decoded by transformers as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, default=Path("bench_decoding.json"), help="where the figures are written")
@@ -41,12 +42,14 @@ if __name__ == "__main__":
         render_suite(given.suite, run.tokenizer, run.prompt_kwargs).prompts[: given.prompts],
         num_draft_tokens=given.num_draft_tokens,
         max_new_tokens=given.max_new_tokens,
-        batch_size=given.prompts,
+        batch_size=given.batch_size,
         single_prompts=given.single_prompts,
         rounds=given.rounds,
     )
     given.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(bench_table(result), end="")
     print(
-        f"tokens/pass {result['tokens_per_step']:.2f}, loop overhead {100 * result['overhead_share']:.1f}%", given.json
+        f"tokens/pass {result['tokens_per_step']:.2f}, loop overhead {100 * result['overhead_share']:.1f}%,",
+        f"same text in batches: {result['same_text']};",
+        given.json,
     )

@@ -50,11 +50,13 @@ def load_speculator(path: Path, target: TargetModel) -> Speculator:
     `path`: a training checkpoint (speculator.json) or an export in any format (config.json), of ours or of another
     tool, see `head_files.py`. Raises UserError.
     """
+    from spec_train.packed import pack_linears
     from spec_train.speculators.start import StartableSpeculator
 
     head = read_speculator(path, target).to(target.device, target.dtype)
     if isinstance(head, StartableSpeculator):
         head.borrow(target)  # again: only now do dtype and device agree
+    pack_linears(head)
     return head.eval().requires_grad_(False)
 
 

@@ -24,6 +24,7 @@ def test_every_side_is_timed_in_every_round(tmp_path):
     assert set(result["ratio"]) == {what for what, *_ in PAIRS}
     assert all(rate > 0 for rates in result["tokens_per_second"].values() for rate in rates)
     assert result["tokens_per_step"] >= tokens_per_step([]) and 0 <= result["overhead_share"] < 1
+    assert result["same_text"] == {"plain": True, "speculative": True}
     assert bench_table(result).count("\n") == 2 + len(PAIRS)
 
 
