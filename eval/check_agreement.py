@@ -22,7 +22,7 @@ from spec_train.evaluation.agreement import (
     measure_here,
     measure_in_vllm,
 )
-from spec_train.evaluation.vllm_backend import check_subject
+from spec_train.evaluation.vllm_backend import check_sampling, check_subject
 from spec_train.manifest import atomic_write_json
 from spec_train.recipe import load_recipe
 from spec_train.run import Run
@@ -44,6 +44,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--draft-sample-method", choices=("greedy", "probabilistic"), default="greedy")
+    parser.add_argument("--rejection-sample-method", choices=("standard", "block"), default="standard")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=50, help="requests at a time, in vLLM too")
     parser.add_argument(
@@ -55,8 +57,6 @@ def main() -> int:
 
     run = Run(load_recipe(given.recipe))
     export = given.export or run.stage_directory("export") / "plain"
-    if "vllm" in given.sides:
-        check_subject(str(export))
     suite = suite_of(run, given.suite).first(given.prompts)
     plan = Plan(
         given.samples,
@@ -67,7 +67,12 @@ def main() -> int:
         given.top_k,
         given.top_p,
         given.seed,
+        given.draft_sample_method,
+        given.rejection_sample_method,
     )
+    if "vllm" in given.sides:
+        check_subject(str(export))
+        check_sampling(plan.sampling("vllm"), run.recipe.speculator.type)
     checkpoint = given.checkpoint or best_checkpoint(run)
     about = {"target": run.target_name, "checkpoint": str(checkpoint), "suite": suite.name, "prompts": suite.ids}
     journal = Journal(given.out / "counts.jsonl", {**about, "plan": asdict(plan)})

@@ -4,6 +4,8 @@
 - *decode*: N continuations by our decoder with speculation;
 - *vllm*: N continuations by vLLM's offline engine with the export.
 
+Drafts are the draft's argmax or drawn from its law, and judged token by token or as a block, on every side alike.
+
 Random numbers are independent, so the sides are three samples. Each gives tau = 1 + sum of kept drafts / sum of rounds.
 All sides share their prompts, which are therefore no source of chance: the bootstrap draws continuations within each
 prompt. Two sides agree where 0 lies in the 95% interval of their difference. Of three pairs that truly agree, one is
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -56,10 +58,19 @@ class Plan:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "block"] = "standard"
 
     def sampling(self, side: str) -> Sampling:
         """The settings of one side, each with a seed of its own."""
-        return Sampling(self.temperature, self.top_k, self.top_p, seed=3 * self.seed + SIDES.index(side))
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.draft_sample_method,
+            seed=3 * self.seed + SIDES.index(side),
+            rejection_sample_method=self.rejection_sample_method,
+        )
 
 
 @dataclass(frozen=True)

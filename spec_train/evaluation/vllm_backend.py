@@ -201,12 +201,22 @@ def needs_repair(sampling: Sampling) -> bool:
     return contract.is_cpu_build() and not sampling.greedy
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """UserError where vLLM would refuse these settings beside speculation, or silently do something else."""
+def check_sampling(sampling: Sampling, kind: str) -> None:
+    """UserError where vLLM would refuse these settings beside speculation with the method `kind` (our name), or
+    silently do something else."""
     if sampling.min_p > 0:
         raise UserError("min_p: vLLM refuses it together with speculative decoding; leave it out with --backend vllm")
-    if sampling.rejection_sample_method == "block" and contract.is_cpu_build():
-        raise UserError("rejection_sample_method block: vLLM has it on GPUs only; give standard on this machine")
+    method = contract.CAPABILITIES.get(kind, contract.Capability(kind))
+    if sampling.draft_sample_method == "probabilistic" and method.method == "custom_class":
+        raise UserError(f"draft_sample_method probabilistic: {kind} drafts greedily in our vLLM plugin; give greedy")
+    if sampling.rejection_sample_method == "block":
+        # Runner V1 knows no block verification: it says nothing, judges token by token and drafts greedily.
+        if contract.is_cpu_build():
+            raise UserError("rejection_sample_method block: vLLM ignores it on a CPU (model runner V1); give standard")
+        if not any("V2" in runners for runners in method.runners.values()):
+            raise UserError(
+                f"rejection_sample_method block: vLLM runs {kind} on model runner V1, which ignores it; give standard"
+            )
 
 
 def run_engines(
@@ -228,7 +238,7 @@ def run_engines(
     Every engine has a process of its own: numba, which vLLM loads for n-grams, keeps a second CPU engine of the same
     process from starting, and none finds memory that another one holds.
     """
-    check_sampling(sampling)
+    check_sampling(sampling, names_of(subject)[0])
     deepest, loads = max(num_draft_tokens), list(concurrency)
     check_input(target_dir, suite.prompts, max_new_tokens, deepest)
     length = needed_positions(suite.prompts, max_new_tokens, deepest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from spec_train.serving.contract import is_cpu_build
 from spec_train.serving.export import export
 from spec_train.speculators import load_speculator
 from spec_train.target import TargetModel
+from tests.parity.test_draft_lm import draft_for
 from tests.tiny import tiny_model
 from tests.vllm.test_eagle3 import NEW_TOKENS, PROMPTS, trained_head
 
@@ -40,6 +42,15 @@ class Case:
         settings: dict[str, Any] = {"target_id": str(self.path), "num_draft_tokens": K, "golden": None}
         self.export_dir = export(head, folder / "head", format="plain", provenance={}, **settings)
         self.suite = Suite("tiny", [f"p{i}" for i in range(4)], ["a", "a", "b", "b"], PROMPTS)
+
+    def noisy_target(self) -> Path:
+        """The export of a draft model that is the target with noise on its weights: alike, but not too much."""
+        draft, noise = draft_for(self.target, start_layers=4), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+        settings: dict[str, Any] = {"target_id": str(self.path), "num_draft_tokens": K, "golden": None}
+        return export(draft.serving(), self.path.parent / "draft", format="plain", provenance={}, **settings)
 
     def evaluate(self, sampling: Sampling, **settings: Any) -> list[dict[str, Any]]:
         common: dict[str, Any] = {"num_draft_tokens": [K], "max_new_tokens": NEW_TOKENS, "concurrency": [1, 4]}
@@ -98,12 +109,17 @@ def test_later_turns_and_several_depths_of_prompt_lookup(case: Case, tmp_path: P
 
 
 def test_sampling_that_vllm_refuses_or_ignores_is_refused_first() -> None:
-    check_sampling(Sampling(1.0, top_k=5, top_p=0.9, draft_sample_method="probabilistic"))
+    drawn = Sampling(1.0, top_k=5, top_p=0.9, draft_sample_method="probabilistic")
+    for kind in ("eagle3", "draft_lm", "ngram"):
+        check_sampling(drawn, kind)
+    for kind in ("mlp", "medusa"):
+        with pytest.raises(UserError, match=f"{kind} drafts greedily in our vLLM plugin"):
+            check_sampling(drawn, kind)
     with pytest.raises(UserError, match="min_p"):
-        check_sampling(Sampling(1.0, min_p=0.1))
-    if is_cpu_build():
-        with pytest.raises(UserError, match="block"):
-            check_sampling(Sampling(1.0, rejection_sample_method="block"))
+        check_sampling(Sampling(1.0, min_p=0.1), "eagle3")
+    for kind in ("eagle3", "pard") if is_cpu_build() else ("pard", "peagle"):
+        with pytest.raises(UserError, match="model runner V1"):
+            check_sampling(Sampling(1.0, rejection_sample_method="block"), kind)
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
@@ -132,6 +148,37 @@ def test_sampled_agreement(case: Case, tmp_path: Path) -> None:
     assert again.missing("vllm", 4) == [2, 3]
     measure_in_vllm(case.export_dir, case.path, case.suite, plan, again, 3, "float32")
     assert again.found["vllm", 3] == journal.found["vllm", 3]
+
+
+def sampled_sides(
+    target: TargetModel, target_dir: Path, export_dir: Path, suite: Suite, plan: Plan, journal: Journal
+) -> dict[str, Any]:
+    """The comparison of all three sides."""
+    speculator = load_speculator(export_dir, target)
+    for side in ("estimate", "decode"):
+        measure_here(side, target, speculator, suite, plan, journal)
+    measure_in_vllm(export_dir, target_dir, suite, plan, journal, len(suite.prompts), "float32")
+    return compare_sides(journal, len(suite.prompts))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_lm"])
+def test_drawn_drafts_agree(case: Case, kind: str, tmp_path: Path) -> None:
+    """Drafts drawn from the draft's own law (draft_sample_method probabilistic): vLLM's counters are those of our
+    decode and of the estimate, and not those of greedy drafts."""
+    plan = Plan(
+        samples=100, num_draft_tokens=K, temperature=0.7, max_new_tokens=NEW_TOKENS, batch_size=100,
+        draft_sample_method="probabilistic",
+    )  # fmt: skip
+    export_dir = case.export_dir if kind == "eagle3" else case.noisy_target()
+    drawn = sampled_sides(case.target, case.path, export_dir, case.suite, plan, Journal(tmp_path / "drawn.jsonl", {}))
+    assert len(drawn["pairs"]) == 3
+    for pair in drawn["pairs"]:  # see test_sampled_agreement
+        assert abs(pair["difference"]) < 0.75 * (pair["ci95"][1] - pair["ci95"][0]) < 0.1
+    greedy = Journal(tmp_path / "greedy.jsonl", {})
+    plan = replace(plan, draft_sample_method="greedy")
+    measure_here("decode", case.target, load_speculator(export_dir, case.target), case.suite, plan, greedy)
+    low, high = compare_sides(greedy, 4)["sides"]["decode"]["ci95"]
+    assert high < drawn["sides"]["vllm"]["ci95"][0] or drawn["sides"]["vllm"]["ci95"][1] < low
 
 
 def test_sampled_prompts_of_more_tokens_than_a_step_holds(case: Case) -> None:
