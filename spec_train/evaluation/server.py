@@ -14,21 +14,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from spec_train.decoding.sampling import Sampling
+from spec_train.decoding.trace import RequestTrace
 from spec_train.errors import RunFailure, UserError
 from spec_train.evaluation.evaluate import render_suite
-from spec_train.evaluation.turns import Suite
+from spec_train.evaluation.turns import Suite, next_turn
 from spec_train.evaluation.vllm_backend import BASELINES, names_of, time_summary
 from spec_train.manifest import package_versions
 from spec_train.progress import progress
@@ -70,16 +72,18 @@ class ServedLoad:
 
 
 class Server:
-    """A vLLM server that answers and counts. Raises UserError where it does not."""
+    """A vLLM server that answers and counts. Raises UserError where it does not. `context`: its limit of prompt and
+    answer together, in tokens."""
 
     def __init__(self, url: str, target: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url}: give the server as http://HOST:PORT")
-        served = [entry["id"] for entry in json.loads(self.fetch("/v1/models"))["data"]]
+        served = {entry["id"]: entry for entry in json.loads(self.fetch("/v1/models"))["data"]}
         if target not in served and len(served) != 1:
             raise UserError(f"{self.url} serves {', '.join(served) or 'no model'}, not {target}: name one in --target")
-        self.model = target if target in served else served[0]
+        self.model = target if target in served else next(iter(served))
+        self.context = int(served[self.model].get("max_model_len") or sys.maxsize)
         if "generation_tokens" not in self.counters():
             raise UserError(f"{self.url}/metrics has no counters: start vLLM without --disable-log-stats")
 
@@ -240,20 +244,47 @@ def evaluate_served(
     server: Server, baseline: Server | None, subject: str, suite: Suite, samplings: Sequence[Sampling], *,
     concurrency: Sequence[int], max_new_tokens: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """`evaluate_server` of rendered prompts."""
+    """`evaluate_server` of rendered prompts; later turns follow the answers that the server without speculation gives,
+    or the only server: either writes the target's text."""
     results = []
     for sampling in samplings:
+        whole = with_answers(baseline or server, suite, sampling, max(concurrency), max_new_tokens)
         for places in concurrency:
-            loads = []
-            for each in (server, baseline) if baseline else (server,):
-                with progress(f"{suite.name}: {places} at a time, {each.url}", len(suite.prompts), "req") as advance:
-                    loads.append(each.load(suite.prompts, sampling, places, max_new_tokens, advance))
+            loads = [
+                _load(each, whole, sampling, places, max_new_tokens)
+                for each in ((server, baseline) if baseline else (server,))
+            ]
             if not loads[0].counters.get("num_drafts"):
                 raise UserError(f"{server.url} drafted nothing: start it with the speculator (the export's README.md)")
             if baseline and loads[1].counters.get("num_drafts"):
                 raise UserError(f"{baseline.url} drafts too: --baseline-server is one without a speculator")
-            results.append(served_result(server, subject, suite, sampling, places, loads))
+            results.append(served_result(server, subject, whole, sampling, places, loads))
     return results
+
+
+def with_answers(server: Server, suite: Suite, sampling: Sampling, concurrency: int, max_new_tokens: int) -> Suite:
+    """`suite` with every later turn in it, each rendered from the server's answers. A conversation ends before a turn
+    that would not fit into the server's context with its answer. Raises UserError where the server sends no tokens."""
+    turn, suite = suite, replace(suite, follow_ups=[])
+    while turn.follow_ups:
+        answers = _load(server, turn, sampling, concurrency, max_new_tokens).answers
+        if not all(answer.token_ids for answer in answers):
+            raise UserError(
+                f"{server.url} sends no token ids, which the later turns of {suite.name} are made of; use vLLM 0.11 or "
+                "newer, or a suite of single turns"
+            )
+        told = [
+            RequestTrace(name, prompt, answer.token_ids)
+            for name, prompt, answer in zip(turn.ids, turn.prompts, answers, strict=True)
+        ]
+        turn = next_turn(turn, told, server.context - max_new_tokens + 1)
+        suite = suite.joined(turn)
+    return suite
+
+
+def _load(server: Server, suite: Suite, sampling: Sampling, concurrency: int, max_new_tokens: int) -> ServedLoad:
+    with progress(f"{suite.name}: {concurrency} at a time, {server.url}", len(suite.prompts), "req") as advance:
+        return server.load(suite.prompts, sampling, concurrency, max_new_tokens, advance)
 
 
 def served_result(
