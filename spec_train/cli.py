@@ -89,6 +89,12 @@ def _say_where(recipe: Recipe, stage: str = "") -> None:
         _console().print(f"{stage or 'run'}: see {directory}", markup=False)
 
 
+def _show_plan(lines: list[tuple[str, str, str]]) -> None:
+    """A line each: what, done / begun / to do, in words."""
+    for what, state, text in lines:
+        _console().print(f"{what:<10} {state:<6} {text}", markup=False)
+
+
 @app.command()
 def run(
     recipe: RecipePath,
@@ -106,8 +112,7 @@ def run(
     if dry_run:
         from spec_train.dry_run import plan
 
-        for stage, state, text in plan(loaded).lines:
-            _console().print(f"{stage:<10} {state:<6} {text}", markup=False)
+        _show_plan(plan(loaded).lines)
         return
     from spec_train.pipeline import run_all
 
@@ -446,10 +451,15 @@ def compare(
     file: Annotated[
         Path, typer.Argument(metavar="COMPARISON", help="A comparison file: recipes/comparisons/quickstart.yaml")
     ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing")] = False,
 ) -> None:
     """Train several recipes on the same data and budget, and put what they reach into one table."""
     from spec_train.comparison import compare as compare_all
+    from spec_train.comparison import plan_comparison
 
+    if dry_run:
+        _show_plan(plan_comparison(file))
+        return
     compare_all(file)
 
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_train.data.documents import Document
+from spec_train.dry_run import plan
 from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import (
     Contender,
@@ -134,6 +135,24 @@ def compare(path: Path) -> None:
     console = Console() if Console().is_terminal else Console(width=160)
     console.print(table)
     console.print(f"compare: see {directory / 'comparison.md'}", markup=False, soft_wrap=True)
+
+
+def plan_comparison(path: Path) -> list[tuple[str, str, str]]:
+    """What `compare` would do, as `dry_run.plan` says it: the stages that the entries share, then the training of each.
+    Nothing is written. Raises UserError for whatever would stop the comparison before it starts."""
+    comparison = load_comparison(path)
+    budget = f"{comparison.seconds} s" if comparison.seconds else f"{comparison.tokens:,} answer tokens"
+    shared: list[tuple[str, str, str]] = []
+    entries: list[tuple[str, str, str]] = []
+    for name, run in _runs(comparison).items():
+        lines = plan(run.recipe).lines  # refuses an entry that cannot start
+        shared = shared or [line for line in lines if line[0] in ("target", *DATA_STAGES)]
+        (state,) = (state for stage, state, _ in lines if stage == "train")
+        depths = run.recipe.eval.num_draft_tokens
+        decoded = ", ".join(str(k) for k in depths if k in comparison.decode) or "none"
+        what = f"{run.recipe.speculator.type}, {budget} of training; K {', '.join(map(str, depths))}, decoded {decoded}"
+        entries.append((name, state, what))
+    return [*shared, *entries]
 
 
 def _runs(comparison: Comparison) -> dict[str, Run]:

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.program import spec_train
 from tests.tiny import tiny_model
-
-ROOT = Path(__file__).parents[2]
-
-
-def spec_train(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "spec_train", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **environment},
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")

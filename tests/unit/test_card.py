@@ -11,10 +11,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
+from spec_train.decoding.trace import Cycle, RequestTrace
 from spec_train.errors import UserError
-from spec_train.evaluation.metrics import summarise
 from spec_train.recipe import load_recipe
 from spec_train.serving.export import export
 from spec_train.serving.facts import public_recipe
@@ -23,6 +21,7 @@ from spec_train.speculators import options_class, speculator_class
 from spec_train.target import TargetModel
 from tests.integration.test_run import write_recipe
 from tests.mtp_targets import mtp_target
+from tests.results import result_of
 from tests.tiny import tiny_tokenizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -60,18 +59,7 @@ def result(kind: str, k: int, accepted: int, suite: str = "chat", **changes: Any
     """A result in which every round accepts `accepted` drafts."""
     rounds = [Cycle([1] * k, accepted, accepted, accepted + 1)] * 2
     requests = [RequestTrace(f"{c}{i}", [1], [0] * 5, rounds, category=c) for c in ("a", "b|c") for i in range(2)]
-    made = summarise(
-        DecodeTrace(requests, Timings(), k, 1),
-        target="/somewhere/model",
-        speculator="/somewhere/run/train/checkpoints/step-000010",
-        kind=kind,
-        method=kind,
-        suite=suite,
-        device="cpu (2 threads)",
-        dtype="float32",
-        sampling=Sampling(),
-    )
-    return {**made, **changes}
+    return {**result_of(requests, kind, k, suite), **changes}
 
 
 def card_of(where: Path, *overrides: str, results: Path | None = None) -> tuple[str, dict[str, Path | bytes]]:

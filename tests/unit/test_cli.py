@@ -15,6 +15,7 @@ import yaml
 from spec_train.cli import _repeat_options
 from spec_train.recipe import Recipe, known_keys
 from spec_train.speculators import METHODS, options_class
+from tests.program import spec_train
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -29,7 +30,8 @@ speculator: {type: eagle3}
 """
 
 
-def spec_train(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own; the other tests run the program in this one."""
     return subprocess.run(
         [sys.executable, "-m", "spec_train", *arguments],
         capture_output=True,
@@ -49,9 +51,9 @@ def recipe_file(tmp_path: Path) -> Path:
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
-    started = time.monotonic()
-    shown = spec_train("--help")
-    elapsed = time.monotonic() - started
+    begun = time.monotonic()
+    shown = started("--help")
+    elapsed = time.monotonic() - begun
     assert shown.returncode == 0
     assert elapsed < 3.0  # under a second on a quiet machine
     assert [command for command in COMMANDS if command not in shown.stdout] == []
@@ -69,7 +71,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
-    shown = spec_train(command, "--help")
+    shown = spec_train(ROOT, command, "--help")
     assert shown.returncode == 0
     assert "Usage: spec-train" in shown.stdout
 
@@ -98,7 +100,7 @@ def test_every_command_explains_itself(command: str) -> None:
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(recipe_file: Path, arguments: list[str], parts: list[str]) -> None:
-    result = spec_train(*(str(recipe_file) if argument == "RECIPE" else argument for argument in arguments))
+    result = spec_train(ROOT, *(str(recipe_file) if argument == "RECIPE" else argument for argument in arguments))
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
@@ -108,9 +110,9 @@ def test_wrong_input_is_one_line_and_status_2(recipe_file: Path, arguments: list
 
 
 def test_other_ranks_stay_silent(recipe_file: Path) -> None:
-    result = spec_train("train", str(recipe_file), "train.lrr=1", RANK="1", LOCAL_RANK="1")
+    result = spec_train(ROOT, "train", str(recipe_file), "train.lrr=1", RANK="1", LOCAL_RANK="1")
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
-    first_of_second_machine = spec_train("train", str(recipe_file), "train.lrr=1", RANK="8", LOCAL_RANK="0")
+    first_of_second_machine = spec_train(ROOT, "train", str(recipe_file), "train.lrr=1", RANK="8", LOCAL_RANK="0")
     assert "train.lrr" in first_of_second_machine.stderr
 
 
@@ -130,7 +132,7 @@ def test_an_interrupt_says_that_the_run_can_be_repeated() -> None:
 
 def test_other_failures_keep_their_traceback() -> None:
     """A fault of the program is not dressed up as a user's mistake."""
-    result = spec_train("doctor", PYTHONPATH=str(ROOT / "tests" / "unit" / "absent"), PATH="", HOME="/nonexistent")
+    result = started("doctor", PYTHONPATH=str(ROOT / "tests" / "unit" / "absent"), PATH="", HOME="/nonexistent")
     assert result.returncode == 0, "doctor needs neither git nor a home"
     program = (
         "import sys; sys.argv = ['spec-train', 'doctor']; sys.modules['torch'] = None\n"
@@ -142,7 +144,7 @@ def test_other_failures_keep_their_traceback() -> None:
 
 
 def test_doctor_names_versions_devices_and_methods() -> None:
-    result = spec_train("doctor")
+    result = spec_train(ROOT, "doctor")
     assert result.returncode == 0, result.stderr
     lines = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert {"versions", "cpu", "memory", "disk", "vllm", "hub"} <= set(lines)

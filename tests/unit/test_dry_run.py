@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,8 @@ import yaml
 from spec_train.dry_run import plan
 from spec_train.errors import UserError
 from spec_train.recipe import load_recipe
+from tests.program import spec_train
 from tests.tiny import tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +61,7 @@ def test_what_would_stop_the_run_is_said_now(recipe: Path, override: str, messag
 
 
 def test_the_command_writes_nothing(recipe: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "spec_train", "run", str(recipe), "--dry-run"],
-        capture_output=True,
-        text=True,
-        cwd=recipe.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    done = spec_train(recipe.parent, "run", str(recipe), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 8
     assert not (recipe.parent / "out").exists()

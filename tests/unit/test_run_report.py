@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
+from spec_train.decoding.trace import Cycle, RequestTrace
 from spec_train.errors import UserError
-from spec_train.evaluation.metrics import position_intervals, summarise
+from spec_train.evaluation.metrics import position_intervals
 from spec_train.evaluation.plots import Curve, training_curves
 from spec_train.evaluation.report import result_name
 from spec_train.evaluation.run_report import collect, write_report
+from tests.results import result_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -27,18 +27,8 @@ def result(kind="eagle3", k=3, suite="chat"):
         for category in ("math", "<b>code")
         for i in range(2)
     ]
-    return summarise(
-        DecodeTrace(requests, Timings(), k, 1),
-        target="a & b",
-        speculator="s",
-        kind=kind,
-        method=kind,
-        suite=suite,
-        device="cpu",
-        dtype="float32",
-        sampling=Sampling(),
-        speed={"tokens_per_second": 40.0, "baseline_tokens_per_second": 20.0, "speedup": 2.0, "batch_size": 1},
-    )
+    speed = {"tokens_per_second": 40.0, "baseline_tokens_per_second": 20.0, "speedup": 2.0, "batch_size": 1}
+    return result_of(requests, kind, k, suite, target="a & b", speed=speed)
 
 
 @pytest.fixture
