@@ -68,9 +68,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._start: int | None = None
         self._limit = 0
 
-    def place(self, position_BS: Tensor, start: int | None, limit: int) -> None:
+    def place(self, position_BS: Tensor, start: int | None, limit: int, count_B: Tensor | None = None) -> None:
         """Say where the next forward pass writes. `start`: first slot if all rows write the same range, else None;
-        `limit`: one more than the highest slot in use."""
+        `limit`: one more than the highest slot in use; `count_B`: tokens of a row that are not padding (None: all),
+        for caches to which padding makes a difference."""
         if start is None and position_BS.shape[0] == 1 and int(position_BS[0, 0]) + position_BS.shape[1] == limit:
             start = limit - position_BS.shape[1]  # a single row writes one range, unless padding shares a slot
         self._start, self._limit = start, limit

@@ -32,6 +32,7 @@ from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
 from spec_train.packed import pack_linears
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
+LINEAR = "linear_attention"  # what Transformers calls such layers
 
 
 def clock(device: torch.device) -> float:
@@ -85,6 +86,13 @@ class TargetModel:
         self.max_length = int(getattr(self.config, "max_position_embeddings", 1 << 20))
         self.layers = _decoder_layers(self.decoder, self.num_layers, name)
         self.windows = _attention_windows(self.config, self.num_layers, name)
+        kinds = getattr(self.config, "layer_types", None) or []
+        # Layers with a running state in place of keys and values, see linear_cache.py.
+        self.linear_layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
+        if self.linear_layers:
+            from spec_train.linear_cache import roll_back
+
+            roll_back((self.layers[i] for i in self.linear_layers), name)
         self.eos_token_ids = _eos_ids(model)
         self._additive_mask = config._attn_implementation == "eager"
         self._check_head()
@@ -188,7 +196,8 @@ class TargetModel:
         """One pass of the decoder stack: (state after the final norm [B, S, H], aux states [B, S, A*H] or None).
 
         `visible_BST`: which keys each query may see before sliding windows are applied (default: causal in a row);
-        `key_position_BT`: positions of the keys (default: those of the queries), which sliding windows need.
+        `key_position_BT`: positions of the keys (default: those of the queries), which sliding windows need. Linear
+        layers know no mask: they read whatever precedes a token in its row.
         """
         keys = position_BS if key_position_BT is None else key_position_BT
         if visible_BST is None:
@@ -206,7 +215,7 @@ class TargetModel:
         aux = torch.cat([states[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else None
         return out.last_hidden_state, aux
 
-    def _mask(self, visible_BST: Tensor, query_BS: Tensor, key_BT: Tensor) -> Tensor | dict[str, Tensor]:
+    def _mask(self, visible_BST: Tensor, query_BS: Tensor, key_BT: Tensor) -> Tensor | dict[str, Any]:
         """The attention mask in the form the model takes: one tensor, or one for each kind of layer."""
 
         def form(window: int | None) -> Tensor:
@@ -218,12 +227,21 @@ class TargetModel:
                 return mask
             return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
-        if len(self.windows) == 1:
+        if len(self.windows) == 1 and not self.linear_layers:
             return form(next(iter(self.windows.values())))
-        return {kind: form(window) for kind, window in self.windows.items()}
+        masks: dict[str, Any] = {kind: form(window) for kind, window in self.windows.items()}
+        return {**masks, LINEAR: None} if self.linear_layers else masks
 
     def features(self, input_ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, spec: FeatureSpec) -> Features:
         """States of packed rows; documents do not see each other (document -1 is padding). Shapes [B, T, ...]."""
+        if self.linear_layers:
+            from spec_train.linear_cache import by_document
+
+            def states(ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
+                return self.forward(ids, position, aux_layer_ids=spec.aux_layer_ids)
+
+            last_hidden, aux_hidden = by_document(states, input_ids_BT, position_BT, document_BT)
+            return Features(aux_hidden, last_hidden if spec.last_hidden else None)
         index = torch.arange(position_BT.shape[1], device=position_BT.device)
         visible = (document_BT[:, None, :] == document_BT[:, :, None]) & (index[None, :] <= index[:, None])
         last, aux = self.forward(input_ids_BT, position_BT, visible_BST=visible, aux_layer_ids=spec.aux_layer_ids)
@@ -243,17 +261,28 @@ class TargetModel:
 
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache for requests of at most `max_length` tokens."""
+        if self.linear_layers:
+            from spec_train.linear_cache import LinearCache
+
+            return LinearCache(self.num_layers, max_length)
         return SlotCache(self.num_layers, max_length)
 
     def step(
-        self, input_ids_BS: Tensor, position_BS: Tensor, cache: SlotCache, spec: FeatureSpec, start: int | None = None
+        self,
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        cache: SlotCache,
+        spec: FeatureSpec,
+        start: int | None = None,
+        count_B: Tensor | None = None,
     ) -> tuple[Tensor, Features]:
         """Run tokens at their positions on top of `cache`: (state after the final norm [B, S, H], features).
 
-        Positions of a row are consecutive; `start` is the first one if all rows share it (a faster write).
+        Positions of a row are consecutive; `start` is the first one if all rows share it (a faster write). `count_B`:
+        how many tokens of each row are real, with padding behind them, where the cache is not to go back among them.
         """
         limit = int(position_BS.max()) + 1
-        cache.place(position_BS, start, limit)
+        cache.place(position_BS, start, limit, count_B)
         key_position = torch.arange(limit, device=position_BS.device)[None].expand(position_BS.shape[0], -1)
         visible = key_position[:, None, :] <= position_BS[:, :, None]
         last, aux = self.forward(
@@ -279,7 +308,9 @@ class TargetModel:
 
         Node i is written into slot start + i and stands at position start + depth; it sees every slot before `start`
         and the nodes of `sees_BNN[b, i]` (its ancestors and itself). Node 0 is the root, the last committed token.
+        Raises UserError for a target with linear layers.
         """
+        self.check_trees()
         slot_BN = start_B[:, None] + torch.arange(input_ids_BN.shape[1], device=start_B.device)
         limit = int(slot_BN.max()) + 1
         cache.place(slot_BN, None, limit)
@@ -298,19 +329,28 @@ class TargetModel:
         )
         return last, Features(aux, last if spec.last_hidden else None)
 
+    def check_trees(self) -> None:
+        """Raise UserError where this target cannot check a tree of drafts in one pass."""
+        if self.linear_layers:
+            raise UserError(
+                f"target {self.name}: trees of drafts need a state for every branch, which linear attention layers do "
+                "not have here; decode chains (no eval.trees, no --tree)"
+            )
+
     def prefill(self, prompts: Sequence[Sequence[int]], cache: SlotCache, spec: FeatureSpec) -> tuple[Tensor, Features]:
         """Run right-padded prompts: (state at each prompt's last token [B, H], features [B, P, ...]).
 
-        Padding needs no mask: its slots lie beyond every real query until real tokens overwrite them.
+        Padding needs no mask: its slots lie beyond every real query until real tokens overwrite them. Nothing goes
+        back into a prompt later.
         """
         width = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         position = torch.arange(width, device=self.device)[None].expand(len(prompts), -1)
-        last, features = self.step(ids.to(self.device), position, cache, spec, start=0)
-        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        return last[torch.arange(len(prompts), device=self.device), ends], features
+        count = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        last, features = self.step(ids.to(self.device), position, cache, spec, start=0, count_B=count)
+        return last[torch.arange(len(prompts), device=self.device), count - 1], features
 
     # ------------------------------------------------------------------ generation
     @torch.no_grad()
@@ -483,14 +523,15 @@ def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int
     """Sliding window by kind of layer (None = full attention); one entry where all layers are alike."""
     kinds = list(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention", LINEAR})
     if unknown:
         raise UserError(
-            f"target {name}: layers of kind {', '.join(unknown)} are not supported; full and sliding attention are"
+            f"target {name}: layers of kind {', '.join(unknown)} are not supported; full, sliding and linear "
+            "attention are"
         )
     if not kinds:
         return {"all": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds) - {LINEAR})}
 
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:

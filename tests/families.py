@@ -26,6 +26,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -115,6 +119,53 @@ def qwen3_moe() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, vocab_size=384, head_dim=32))
 
 
+# Three linear layers to a full one, two value heads to a key head, a gated output, a rotary quarter of each head.
+QWEN35: dict[str, Any] = {
+    "vocab_size": 320,
+    "head_dim": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def qwen3_5() -> PreTrainedModel:
+    """Qwen3.5 4B: beside a vision tower, linear and full attention in turn, embeddings that are also the output head.
+    `add_mtp_layer` adds the MTP layer, which Transformers does not know."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 1, "patch_size": 4}
+    vision.update(out_hidden_size=SIZES["hidden_size"], num_position_embeddings=16)
+    config = Qwen3_5Config(text_config={**SIZES, **QWEN35, "tie_word_embeddings": True}, vision_config=vision)
+    config.tie_word_embeddings = True
+    config.image_token_id, config.video_token_id = 310, 311
+    config.vision_start_token_id, config.vision_end_token_id = 312, 313
+    return remembering(Qwen3_5ForConditionalGeneration(config))
+
+
+def qwen3_5_moe() -> PreTrainedModel:
+    """Qwen3.5 35B A3B: the same attention with a mixture of experts and a shared one in every layer."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+    config = Qwen3_5MoeTextConfig(**sizes, **QWEN35, **experts, shared_expert_intermediate_size=32)
+    return remembering(Qwen3_5MoeForCausalLM(config))
+
+
+def remembering(model: PreTrainedModel) -> PreTrainedModel:
+    """Linear layers that forget slowly enough for their state to matter."""
+    for name, value in model.named_parameters():
+        if name.endswith("A_log"):
+            value.data.fill_(-3.0)
+    return model
+
+
 def gemma3() -> PreTrainedModel:
     """Gemma 3 12B: beside a vision tower, five sliding layers to a full one, two rotary bases, scaled embeddings that
     are also the output head, norms around attention and MLP."""
@@ -177,6 +228,8 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
         LLAMA,
     ),
     "mimo": (mimo, ["<|im_end|>", "<|endoftext|>", "<|im_start|>"], QWEN3),
+    "qwen3_5": (qwen3_5, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
+    "qwen3_5_moe": (qwen3_5_moe, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
     "qwen3_moe": (qwen3_moe, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<think>", "</think>"], QWEN3),
     "gemma3": (gemma3, ["<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>"], GEMMA3),
     "phi4": (phi4, ["<|im_end|>", "<|endoftext|>", "<|im_start|>", "<|im_sep|>"], PHI4),
@@ -225,24 +278,31 @@ def family_target(family: str, folder: Path) -> Path:
     tokenizer.save_pretrained(place)
     if family.endswith("_fp8"):
         quantise(place)
-    if family == "mimo":
-        add_mtp_layer(place)
+    if family in ("mimo", "qwen3_5"):
+        add_mtp_layer(place, family)
     return place
 
 
-def add_mtp_layer(place: Path) -> None:
-    """One MTP layer under MiMo's names, and the keys of its config.json that declare it."""
-    tensors = load_file(place / "model.safetensors")
-    head, hidden = "model.mtp_layers.0.", SIZES["hidden_size"]
-    layer = {name: value for name, value in tensors.items() if name.startswith("model.layers.5.")}
-    tensors.update({head + name.removeprefix("model.layers.5."): value.clone() for name, value in layer.items()})
-    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        tensors[f"{head}{norm}.weight"] = 1 + 0.3 * torch.randn(hidden)
-    tensors[f"{head}input_proj.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
-    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+def add_mtp_layer(place: Path, family: str) -> None:
+    """One MTP layer under the family's names, like the target's last one, and the keys of its config.json that declare
+    it."""
+    tensors, hidden = load_file(place / "model.safetensors"), SIZES["hidden_size"]
     config = json.loads((place / "config.json").read_text())
-    declared = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    (place / "config.json").write_text(json.dumps({**config, **declared}))
+    if family == "mimo":
+        last, layer, projection = "model.layers.5.", "model.mtp_layers.0.", "model.mtp_layers.0.input_proj"
+        norms = [f"{layer}{name}_layernorm" for name in ("token", "hidden", "final")]
+        config.update(model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+    else:
+        last, layer, projection = "model.language_model.layers.5.", "mtp.layers.0.", "mtp.fc"
+        norms = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
+        config["text_config"].update(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    own = {name: value for name, value in tensors.items() if name.startswith(last)}
+    tensors.update({layer + name.removeprefix(last): value.clone() for name, value in own.items()})
+    for norm in norms:
+        tensors[f"{norm}.weight"] = float(family == "mimo") + 0.3 * torch.randn(hidden)
+    tensors[f"{projection}.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    (place / "config.json").write_text(json.dumps(config))
 
 
 def quantise(place: Path) -> None:

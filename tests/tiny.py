@@ -24,11 +24,13 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-KINDS = ("llama", "qwen3", "mistral", "gemma3_text", "gemma3", "gpt_neox")
+KINDS = ("llama", "qwen3", "qwen3_5", "mistral", "gemma3_text", "gemma3", "gpt_neox")
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 CHATML = (
@@ -78,6 +80,14 @@ def _build(kind: str, settings: dict[str, Any]) -> PreTrainedModel:
         return LlamaForCausalLM(LlamaConfig(**settings))
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**settings))
+    if kind == "qwen3_5":  # linear and full attention; two value heads to a key head
+        rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+        linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+        kinds = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+        own = {**linear, "linear_value_head_dim": 32, "rope_parameters": rope}
+        count = settings["num_hidden_layers"]
+        own["layer_types"] = [kinds[i % len(kinds)] for i in range(count)]
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**own, **settings}))
     if kind == "mistral":
         return MistralForCausalLM(MistralConfig(**{"sliding_window": 16, **settings}))
     if kind == "gpt_neox":
@@ -150,9 +160,12 @@ def tiny_model(
         model = _build(kind, settings)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                # A norm weight multiplies (Gemma: 1 + weight), so it sits around 1, never at it; biases around 0.
-                scale = "norm" in name.lower() and name.endswith("weight") and not kind.startswith("gemma3")
-                parameter.data = float(scale) + 0.3 * torch.randn_like(parameter)
+                # A norm weight multiplies (Gemma, Qwen3.5: 1 + weight), so it sits around 1, never at it; biases around
+                # 0; and linear layers forget slowly enough for their state to matter.
+                centred = kind.startswith("gemma3") or (kind == "qwen3_5" and "linear_attn" not in name)
+                scale = "norm" in name.lower() and name.endswith("weight") and not centred
+                centre = -3.0 if name.endswith("A_log") else float(scale)
+                parameter.data = centre + 0.3 * torch.randn_like(parameter)
     model.generation_config.eos_token_id = settings["eos_token_id"]
     model.generation_config.pad_token_id = settings["pad_token_id"]
     folder = tmp_path / f"{kind}-{seed}"

@@ -183,6 +183,7 @@ class _Round:
             sequence = [*row.request.prompt_ids[1:], token]
             token_BS[b, : len(sequence)] = torch.tensor(sequence)
             self._emit(row, [token])
+            row.known = len(sequence) + 1  # of a finished row too, which must not ride along from within its prompt
         position_BS = torch.arange(width, device=self.device).expand(len(prompts), -1)
         count_B = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         self.committed = Committed(token_BS.to(self.device), position_BS, count_B, features)

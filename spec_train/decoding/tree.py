@@ -128,6 +128,7 @@ def tree_decode(
     Raises UserError as `speculative_decode` does, for a tree deeper than the speculator drafts, for block verification,
     and where a dynamic tree is to hold sampled drafts (choosing among draws by their probability would bias the text).
     """
+    target.check_trees()
     if not sampling.greedy and sampling.rejection_sample_method == "block":
         raise UserError("a tree is verified token by token; give rejection_sample_method standard")
     if speculator.max_draft_tokens is not None and shape.depth > speculator.max_draft_tokens:

@@ -43,6 +43,8 @@ def assistant_of(proposer: Proposer, target: TargetModel) -> tuple[PreTrainedMod
         return None, f"{name} is no language model of its own, so transformers cannot draft with it"
     if proposer.body.vocab_size != target.vocab_size:
         return None, f"the draft has {proposer.body.vocab_size} tokens and the target {target.vocab_size}"
+    if target.linear_layers:
+        return None, "transformers takes no draft for a target with linear attention"
     model: PreTrainedModel = proposer.body.model
     return model, ""
 

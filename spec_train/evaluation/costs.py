@@ -52,7 +52,7 @@ def measure_costs(
     measured whole, whatever it takes.
     """
     started = time.monotonic()
-    context = min(context, target.max_length - max(*rows, deepest + 1) - 1)
+    context = min(context, target.max_length - max(*rows, deepest + 1) - repeats)
     depths = sorted({k for k in (1, 2, 4, 6, 8) if k < deepest} | {deepest})
     wanted = sorted({row for row in rows if row <= max(deepest + 1, 2)} | {deepest + 1})
     costs: dict[str, Any] = {"context": context, "target_step": [], "draft": [], "overhead": []}
@@ -64,7 +64,7 @@ def measure_costs(
         begun = time.monotonic()
         calls: dict[tuple[str, str, int], Callable[[], None]] = {}
         for row in wanted:
-            calls["target_step", "rows", row] = _target_call(target, proposer, size, row, context)
+            calls["target_step", "rows", row] = _target_call(target, proposer, size, row, context, repeats + 1)
         for k in depths:
             calls["draft", "num_draft_tokens", k] = _draft_call(target, proposer, size, k, context)
             calls["overhead", "num_draft_tokens", k] = _verify_call(target, size, k)
@@ -98,14 +98,19 @@ def _timed(
     return samples
 
 
-def _target_call(target: TargetModel, proposer: Proposer, size: int, rows: int, context: int) -> Callable[[], None]:
-    cache = target.new_cache(context + rows)
+def _target_call(
+    target: TargetModel, proposer: Proposer, size: int, rows: int, context: int, calls: int
+) -> Callable[[], None]:
+    """A pass over `rows` tokens, each time one position on: of several, all but the first were refused."""
+    cache = target.new_cache(context + rows + calls)
     position_BQ = (context + torch.arange(rows, device=target.device)).expand(size, -1)
     token_BQ = torch.ones_like(position_BQ)
 
     def call() -> None:
+        nonlocal position_BQ
         hidden_BQH, _ = target.step(token_BQ, position_BQ, cache, proposer.feature_spec)
         target.logits(hidden_BQH)
+        position_BQ = position_BQ + 1
 
     return call
 

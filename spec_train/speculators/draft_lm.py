@@ -97,6 +97,11 @@ class DraftLM(Speculator):
             raise UserError(
                 f"a draft of model_type {body.config.model_type} (biased or capped logits) is not supported"
             )
+        if body.linear_layers:
+            raise UserError(
+                "a draft with linear attention layers is not supported; name full attention layers in "
+                "speculator.start_layers, or a speculator.start_model that has no others"
+            )
         self.decoder = body.decoder
         self.lm_head = None if config.model["tie_word_embeddings"] else body.lm_head
         names = {id(module): name for name, module in model.named_modules()}

@@ -23,9 +23,10 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 60)), [7, 7, 7,
 LONG = 40
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return TargetModel.load(str(tiny_model("llama", tmp_path_factory.mktemp("llama"))))
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def target(tmp_path_factory, request):
+    """Keys and values alone, and beside them a running state that rejected drafts would spoil."""
+    return TargetModel.load(str(tiny_model(request.param, tmp_path_factory.mktemp("target"))))
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +251,9 @@ def test_a_sliding_window_that_the_text_outgrows(tmp_path, kind, batch_size):
     check_accounts(spec)
 
 
-def test_every_eos_of_the_generation_config_ends_an_answer(tmp_path, texts):
+def test_every_eos_of_the_generation_config_ends_an_answer(target, tmp_path, texts):
     """The ids are read from the checkpoint; the drafts run on past them."""
-    folder = tiny_model("llama", tmp_path)
+    folder = tiny_model("qwen3_5" if target.linear_layers else "llama", tmp_path)
     ends = sorted({texts[0][3], texts[2][2]})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     target = TargetModel.load(str(folder))
