@@ -115,7 +115,8 @@ def _train(run: Run, facts: TargetFacts, conversations: int) -> str:
         steps = min(steps, section.max_steps)
     return (
         f"{run.recipe.speculator.type}, {section.epochs} epochs, at most {steps:,} steps of {a_step:,} tokens on one "
-        f"process, which holds the target's {size(facts.weight_bytes)} beside the head"
+        f"process, which holds the target's {size(facts.weight_bytes)} beside the head, its optimiser and a "
+        "micro-batch (spec-train doctor RECIPE estimates them)"
     )
 
 

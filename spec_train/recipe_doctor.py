@@ -140,23 +140,39 @@ def _new_head(run: Run, document: Document) -> tuple[Speculator, float]:
 
 
 def _memory(run: Run, head: Speculator) -> Check:
-    """Weights, head with optimiser, and the states of a micro-batch, against the memory of the device."""
+    """Weights, head with optimiser, and the largest micro-batch (states and activations), against the memory of the
+    device. The last is an estimate, and documents may all be shorter, so it alone fails no recipe."""
     import torch
+
+    from spec_train.training.memory import HEAD_WIDTHS, MARGIN, StepShape, activation_bytes
 
     target, recipe = run.target(), run.recipe
     weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    states = recipe.train.micro_batch_tokens * state_bytes(run, target.hidden_size)
-    needed = weights + trained * HEAD_BYTES + states
     if target.device.type == "cuda":
         free = torch.cuda.mem_get_info(target.device)[0] + weights  # the target is loaded already
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + weights
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    width = min(recipe.data.max_length, target.max_length)
+    rows = max(1, recipe.train.micro_batch_tokens // width)
+    online = recipe.features.mode == "online"
+    shape = StepShape(rows, width, online, run.torch_dtype, recipe.train.precision)
+    try:
+        activations = activation_bytes(target, head.float().to(target.device), shape)
+    except torch.OutOfMemoryError:
+        return Check("memory", "fail", f"no room for {HEAD_WIDTHS[-1]} tokens of training; {size(free)} free")
+    least = weights + trained * HEAD_BYTES + rows * width * state_bytes(run, target.hidden_size)
+    needed = weights + trained * HEAD_BYTES + activations
     text = (
         f"target {size(weights)}, head of {trained / 1e6:.1f}M with gradients and AdamW {size(trained * HEAD_BYTES)}, "
-        f"states of a micro-batch {size(states)}, activations on top; {size(free)} free"
+        f"states and activations of a micro-batch about {size(activations)} (± {100 * MARGIN:.0f}%; {rows} x {width} "
+        f"tokens, all supervised); {size(free)} free"
     )
-    return Check("memory", "fail" if needed > free else "pass", text)
+    if least > free:
+        return Check("memory", "fail", text)
+    if needed > free:
+        return Check("memory", "note", f"{text}: the longest documents may not fit, lower train.micro_batch_tokens")
+    return Check("memory", "pass", text)
 
 
 def _gate(run: Run, document: Document, head: Speculator, steps: int) -> Check:
