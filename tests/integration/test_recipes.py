@@ -26,6 +26,7 @@ RECIPES = {
     "mimo-7b-rl": "mimo",
     "llama-3.3-70b-instruct": "llama3",
     "qwen3-8b": "qwen3",
+    "qwen3.5-4b": "qwen3_5",
     "qwen3-32b": "qwen3",
     "qwen3-30b-a3b": "qwen3_moe",
     "gemma-3-12b-it": "gemma3",
