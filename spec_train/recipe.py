@@ -262,6 +262,7 @@ class EvalSection(Section):
     speed_new_tokens: PositiveInt | None = None
     speed_rounds: PositiveInt = 3
     measure_costs: bool = True
+    cuda_graphs: bool = False
 
     @model_validator(mode="after")
     def _judged_trees(self) -> Self:

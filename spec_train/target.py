@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from transformers import (
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.errors import UserError
+from spec_train.graphs import GraphCache, Graphs
 from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
 from spec_train.packed import pack_linears
 
@@ -94,6 +96,7 @@ class TargetModel:
 
             roll_back((self.layers[i] for i in self.linear_layers), name)
         self.eos_token_ids = _eos_ids(model)
+        self.graphs: Graphs | None = None  # set by `replaying`
         self._additive_mask = config._attn_implementation == "eager"
         self._check_head()
 
@@ -265,7 +268,18 @@ class TargetModel:
             from spec_train.linear_cache import LinearCache
 
             return LinearCache(self.num_layers, max_length)
+        if self.graphs is not None:
+            return self.graphs.new_cache(self.model, self.num_layers, max_length)
         return SlotCache(self.num_layers, max_length)
+
+    @contextmanager
+    def replaying(self, graphs: Graphs | None) -> Iterator[None]:
+        """Inside, steps of a few tokens are replayed from `graphs`, the target's and those of drafts beside it."""
+        before, self.graphs = self.graphs, graphs
+        try:
+            yield
+        finally:
+            self.graphs = before
 
     def step(
         self,
@@ -282,18 +296,33 @@ class TargetModel:
         how many tokens of each row are real, with padding behind them, where the cache is not to go back among them.
         """
         limit = int(position_BS.max()) + 1
-        cache.place(position_BS, start, limit, count_B)
-        key_position = torch.arange(limit, device=position_BS.device)[None].expand(position_BS.shape[0], -1)
-        visible = key_position[:, None, :] <= position_BS[:, :, None]
-        last, aux = self.forward(
+        compute = partial(self._on_cache, cache, spec.aux_layer_ids)
+        if start is None and isinstance(cache, GraphCache):
+            last, aux = cache.run(compute, (input_ids_BS, position_BS), limit, spec.aux_layer_ids)
+            assert last is not None
+        else:
+            cache.place(position_BS, start, limit, count_B)
+            last, aux = compute(input_ids_BS, position_BS, limit)
+        return last, Features(aux, last if spec.last_hidden else None)
+
+    def _on_cache(
+        self,
+        cache: SlotCache,
+        aux_layer_ids: Sequence[int],
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        slots: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` over a cache that knows where to write; a query sees those of the first `slots` up to its own."""
+        key_position = torch.arange(slots, device=position_BS.device)[None].expand(position_BS.shape[0], -1)
+        return self.forward(
             input_ids_BS,
             position_BS,
-            visible_BST=visible,
+            visible_BST=key_position[:, None, :] <= position_BS[:, :, None],
             key_position_BT=key_position,
             cache=cache,
-            aux_layer_ids=spec.aux_layer_ids,
+            aux_layer_ids=aux_layer_ids,
         )
-        return last, Features(aux, last if spec.last_hidden else None)
 
     def step_tree(
         self,

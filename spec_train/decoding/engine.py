@@ -127,6 +127,7 @@ def decode_batches(
             emitted = batch.advance()
             if on_progress:
                 on_progress(emitted)
+        del batch  # the next one may take over its caches' buffers, see graphs.py
     timings.total = clock(target.device) - started
     return timings
 

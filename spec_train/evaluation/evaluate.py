@@ -205,6 +205,7 @@ def _timed(
             advance(1)
     speed = speed_summary(plain, spec)
     speed["tokens_per_step"] = tokens_per_step([request for trace in spec for request in trace.requests])
+    speed["cuda_graphs"] = target.graphs is not None and target.graphs.passes(target.model) > 0
     return speed
 
 

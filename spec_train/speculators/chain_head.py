@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spec_train.batch import Batch, Features
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
+from spec_train.graphs import GraphCache
 from spec_train.kv_cache import SlotCache, grouped_attention
 from spec_train.speculators.base import GREEDY, Committed, ResponseHits
 from spec_train.speculators.distillation import chain_hits
@@ -290,7 +292,10 @@ class ChainHead(StartableSpeculator):
         return x, new
 
     def _cos_sin(self, like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary[0](like.float(), position)
+        rotary = self._rotary[0]
+        if rotary.inv_freq.device != like.device:  # else they are copied over in every pass
+            rotary.to(like.device)
+        cos, sin = rotary(like.float(), position)
         return cos, sin
 
     def supervised_counts(self, batch: Batch) -> Tensor:
@@ -313,7 +318,9 @@ class ChainHead(StartableSpeculator):
         like, size = next(self.parameters()), len(prompts)
         hidden = torch.zeros(size, self.config.hidden_size, device=like.device, dtype=like.dtype)
         position = torch.full((size,), -1, device=like.device)
-        return HeadState(SlotCache(len(self.layers), max_length), hidden, position)
+        graphs, layers = self.target.graphs, len(self.layers)
+        cache = graphs.new_cache(self, layers, max_length) if graphs else SlotCache(layers, max_length)
+        return HeadState(cache, hidden, position)
 
     @torch.no_grad()
     def commit(self, state: HeadState, committed: Committed) -> None:
@@ -345,9 +352,19 @@ class ChainHead(StartableSpeculator):
 
     def _cached_layers(self, f_BSH: Tensor, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
         """Layer outputs [B, S, H] for (token, state) pairs at their positions, on top of the cached ones."""
-        limit = int(position_BS.max()) + 1
+        limit, compute = int(position_BS.max()) + 1, partial(self._on_cache, cache)
+        if isinstance(cache, GraphCache):
+            out_BSH = cache.run(compute, (f_BSH, token_BS, position_BS), limit)[0]
+            assert out_BSH is not None
+            return out_BSH
         cache.place(position_BS, None, limit)
-        mask = (torch.arange(limit, device=position_BS.device)[None, None] <= position_BS[:, :, None])[:, None]
+        return compute(f_BSH, token_BS, position_BS, limit)[0]
+
+    def _on_cache(
+        self, cache: SlotCache, f_BSH: Tensor, token_BS: Tensor, position_BS: Tensor, slots: int
+    ) -> tuple[Tensor]:
+        """The layers over a cache that knows where to write; a query sees those of the first `slots` up to its own."""
+        mask = (torch.arange(slots, device=position_BS.device)[None, None] <= position_BS[:, :, None])[:, None]
         embedding = F.embedding(token_BS, self.embedding_VH)
         cos_sin = self._cos_sin(f_BSH, position_BS)
         x = f_BSH
@@ -356,4 +373,4 @@ class ChainHead(StartableSpeculator):
             keys, values = cache.update(*layer.self_attn.keys_values(read, *cos_sin), i)
             context, _ = grouped_attention(layer, layer.self_attn.queries(read, *cos_sin), keys, values, mask)
             x = layer.finish(residual, context.flatten(2))
-        return x
+        return (x,)

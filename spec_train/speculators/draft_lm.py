@@ -295,6 +295,7 @@ class DraftLM(Speculator):
         first_B1 = torch.tensor([[prompt[0]] for prompt in prompts], device=device)
         nothing = torch.full((len(prompts),), -1, device=device)
         hidden = torch.zeros(len(prompts), self.body.hidden_size, device=device, dtype=self.head_VH.dtype)
+        self.body.graphs = self.target.graphs
         return DraftState(self.body.new_cache(max_length), hidden, nothing, first_B1)
 
     @torch.no_grad()

@@ -224,6 +224,7 @@ class Pard(DraftLM):
         device = self.loss_ids_D.device
         first_B1 = torch.tensor([[prompt[0]] for prompt in prompts], device=device)
         nothing = torch.zeros(len(prompts), 0, dtype=torch.long, device=device)
+        self.body.graphs = self.target.graphs
         cache = self.body.new_cache(max_length)
         return PardState(cache, nothing, nothing, torch.zeros(len(prompts), dtype=torch.long, device=device), first_B1)
 

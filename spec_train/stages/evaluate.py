@@ -26,6 +26,7 @@ from spec_train.evaluation.evaluate import (
 from spec_train.evaluation.overlap import overlap_warning, overlap_with_run
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.turns import Suite
+from spec_train.graphs import Graphs
 from spec_train.manifest import Stage, read_manifest
 from spec_train.recipe import TreeSection
 from spec_train.run import Run
@@ -156,4 +157,10 @@ def evaluate(run: Run, force: bool) -> None:
         names = dict.fromkeys(result_name(result) for result in results)
         return {"results": list(names)}, {"results": len(results)}
 
-    make_stage(run, "eval", inputs, force, work)
+    def work_with_graphs(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+        target = run.target()
+        graphs = Graphs() if recipe.eval.cuda_graphs and target.device.type == "cuda" else None
+        with target.replaying(graphs):
+            return work(stage)
+
+    make_stage(run, "eval", inputs, force, work_with_graphs)

@@ -2,8 +2,8 @@
 
 A Llama of the 1B shape with random weights answers random prompts, a head is trained on those answers with features
 made in the process, and the decoder is timed with and without it. The other methods then train a little each and must
-leave the text as it is. The result is one JSON file: training tokens/s and their share of the card's measured
-matrix-product rate, peak memory, acceptance, speed-up.
+leave the text as it is. `--cuda-graphs` times decoding with and without graphs in turn as well. The result is one JSON
+file: training tokens/s and their share of the card's measured matrix-product rate, peak memory, acceptance, speed-up.
 
     python tests/gpu/run_gpu.py --out results                      about four minutes on a data-centre card
     python tests/gpu/run_gpu.py --tiny --device cpu --out results  the same path in seconds
@@ -36,6 +36,7 @@ from spec_train.data.documents import Document
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
+from spec_train.evaluation.graph_speed import bench_graphs
 from spec_train.evaluation.metrics import (
     compare_lossless,
     explain_speed,
@@ -141,6 +142,7 @@ def main() -> None:
     arguments.add_argument("--tiny", action="store_true", help="seconds instead of minutes, in float32")
     arguments.add_argument("--steps", type=int, help="optimiser steps instead of the size's own")
     arguments.add_argument("--num-draft-tokens", type=int, nargs="+", default=[3, 5])
+    arguments.add_argument("--cuda-graphs", action="store_true", help="time decoding with CUDA graphs too")
     arguments.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")))
     options = arguments.parse_args()
     size = TINY if options.tiny else FULL
@@ -175,12 +177,21 @@ def main() -> None:
         "versions": versions(),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(options.out, report)
     write_results(options.out / "eval", results)
     print(result_markdown(results))
     for row in results:
         print(f"K={row['num_draft_tokens']}, batch {row['batch_size']}: {row['speed']['explanation']}")
+    if options.cuda_graphs:
+        report["cuda_graphs"] = decode_with_graphs(target, head, documents, size, options.num_draft_tokens)
+        for entry in report["cuda_graphs"]:
+            note(f"with graphs: {entry}")
+        write_report(options.out, report)
     note(f"wrote {options.out / 'gpu.json'}")
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    (folder / "gpu.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def matmul_rate(size: Size, device: torch.device) -> float:
@@ -365,6 +376,25 @@ def decode(
             spec = speculative_decode(target, head, prompts, num_draft_tokens=depth, batch_size=batch_size, **common)
             results.append(describe(target, plain, spec, size))
     return results
+
+
+def decode_with_graphs(
+    target: TargetModel, head: Eagle3, documents: list[Document], size: Size, num_draft_tokens: list[int]
+) -> list[dict[str, Any]]:
+    """Plain and speculative decoding without and with graphs, in turn, one request at a time and several at once."""
+    prompts = [document.input_ids[: size.prompt_tokens] for document in documents[: size.decode_prompts]]
+    return [
+        entry
+        for batch_size, some in ((1, prompts[:2]), (len(prompts), prompts))
+        for entry in bench_graphs(
+            target,
+            head,
+            some,
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=size.decode_tokens,
+            batch_size=batch_size,
+        )
+    ]
 
 
 def describe(target: TargetModel, plain: DecodeTrace, spec: DecodeTrace, size: Size) -> dict[str, Any]:

@@ -18,7 +18,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_tiny_run_on_the_cpu_trains_decodes_and_reports(tmp_path):
-    arguments = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--num-draft-tokens", "3"]
+    arguments = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--num-draft-tokens", "3", "--cuda-graphs"]
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(SCRIPT), *arguments],
         cwd=tmp_path,
@@ -46,4 +46,10 @@ def test_tiny_run_on_the_cpu_trains_decodes_and_reports(tmp_path):
         assert row["tokens_per_pass"] >= 1
     # batching changes no greedy text, so it changes no count either
     assert results[0]["vllm_counters"] == results[1]["vllm_counters"]
+    graphs = report["cuda_graphs"]
+    assert [(row["batch_size"], row["num_draft_tokens"]) for row in graphs] == [(1, 0), (1, 3), (3, 0), (3, 3)]
+    for row in graphs:
+        assert row["same_text"] == row["texts"] == (2 if row["batch_size"] == 1 else 3)
+        assert row["passes"] > 0 and not row["captured"]  # static passes, computed: a CPU captures nothing
+        assert row["ratio"] > 0 and {len(rates) for rates in row["tokens_per_second"].values()} == {3}
     assert len(list((tmp_path / "eval").glob("*.json"))) == 2
