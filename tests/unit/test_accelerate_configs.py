@@ -87,11 +87,12 @@ def test_accelerate_reads_the_config(file: Path) -> None:
             "multi_node", ["--cpu", "--num_processes", "1", "--num_machines", "1", "cpu"], 1, marks=pytest.mark.slow
         ),
         pytest.param("zero2", ["--num_processes", "1", "any"], 1, marks=pytest.mark.slow),
-        ("zero3", ["--num_processes", "1", "any"], 1),
+        pytest.param("zero3", ["--num_processes", "1", "any"], 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_runs_under_the_config(tmp_path: Path, name: str, arguments: list[str], processes: int) -> None:
-    """The program's accumulation of 3 survives the launcher, in every process."""
+    """The program's accumulation of 3 survives the launcher, in every process. Whole trainings under zero2 and zero3
+    are compared with one process in test_distributed.py."""
     script = tmp_path / "step.py"
     script.write_text(STEP)
     with socket.socket() as probe:
