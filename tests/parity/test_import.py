@@ -119,7 +119,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "change", "config", "message"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("layout", "change", "config", "message"), REFUSED, ids=[case[-1] for case in REFUSED])
 def test_what_engines_would_misread_is_refused(
     layout: str, change: Any, config: dict[str, Any], message: str, target: TargetModel, tmp_path: Path
 ) -> None:
