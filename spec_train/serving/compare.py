@@ -9,10 +9,10 @@ from typing import Any
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.serving.processes import VllmRun
 
-# Two float32 implementations round differently. Where the two best tokens are this close (in log-probability) either
-# choice is right; and a draft may fall on such a tie without anyone seeing it, which one cycle in a thousand may.
-TIE = 1e-3
-TIE_SHARE = 1e-3
+# Two implementations round differently. Where the two best tokens are this close (in log-probability) either choice is
+# right; and a draft may fall on such a tie without anyone seeing it, which this share of the cycles may.
+TIE = {"float32": 1e-3, "bfloat16": 0.25}
+TIE_SHARE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 @dataclass
@@ -20,7 +20,8 @@ class VllmReport:
     """What real vLLM did. Counts of requests and cycles; `None`: no trace of our own decoder was given.
 
     `near_ties`: requests whose text differs at a tie of the target's two best tokens, and so counts as equal.
-    `first_divergence`: by comparison, where it first failed (request, position, and the cycle for drafts).
+    `dtype`: in which both decoded. `first_divergence`: by comparison, where it first failed (request, position, and the
+    cycle for drafts).
     `counters`, `expected_counters`: vLLM's own of the run with the speculator, and the sums over our trace.
     """
 
@@ -37,6 +38,7 @@ class VllmReport:
     expected_counters: dict[str, Any] | None
     mean_acceptance_length: float
     seconds: float
+    dtype: str = "float32"
     first_divergence: dict[str, dict[str, int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -49,8 +51,15 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def compare(base: VllmRun, spec: VllmRun, trace: DecodeTrace | None, num_draft_tokens: int, version: str) -> VllmReport:
-    """Hold vLLM with the speculator against vLLM without it, and against our own trace."""
+def compare(
+    base: VllmRun,
+    spec: VllmRun,
+    trace: DecodeTrace | None,
+    num_draft_tokens: int,
+    version: str,
+    dtype: str = "float32",
+) -> VllmReport:
+    """Hold vLLM with the speculator against vLLM without it, and against our own trace, all three in `dtype`."""
     drafts = spec.counters.get("num_drafts", 0)
     report = VllmReport(
         version=version,
@@ -66,6 +75,7 @@ def compare(base: VllmRun, spec: VllmRun, trace: DecodeTrace | None, num_draft_t
         expected_counters=None,
         mean_acceptance_length=1 + spec.counters.get("num_accepted_tokens", 0) / drafts if drafts else 1.0,
         seconds=base.seconds["generate"] + spec.seconds["generate"],
+        dtype=dtype,
     )
     if drafts == 0:
         report.problems.append("vLLM drafted nothing: give prompts whose answers are longer than one token")
@@ -101,7 +111,7 @@ def _compare_outputs(
     equal = 0
     for request, (a, b) in enumerate(zip(expected, found, strict=True)):
         at = first_difference(a, b)
-        tied = at is not None and at < len(margins[request]) and margins[request][at] < TIE
+        tied = at is not None and at < len(margins[request]) and margins[request][at] < TIE[report.dtype]
         if at is None or tied:
             equal += 1
             report.near_ties += tied
@@ -136,7 +146,7 @@ def _compare_cycles(report: VllmReport, spec: VllmRun, trace: DecodeTrace) -> No
                 break  # from here on the two are at different places
             known += ours.accepted + 1
     wrong = report.cycles_compared - report.cycles_equal
-    if wrong > TIE_SHARE * report.cycles_compared:
+    if wrong > TIE_SHARE[report.dtype] * report.cycles_compared:
         where = report.first_divergence["drafts"]
         report.problems.append(
             f"vLLM drafts other tokens than we do in {wrong} of {report.cycles_compared} cycles, first in request "

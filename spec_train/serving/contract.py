@@ -7,6 +7,7 @@ itself for a method that V2 lacks.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from collections.abc import Mapping
@@ -183,3 +184,21 @@ def cpu_head_dim_problem(config: Mapping[str, Any]) -> str | None:
     if dim in CPU_HEAD_DIMS:
         return None
     return f"head_dim {dim} is not supported by vLLM's CPU attention (only {', '.join(map(str, CPU_HEAD_DIMS))})"
+
+
+def engine_dtype(config: Mapping[str, Any]) -> str:
+    """In which dtype vLLM and our decoder are held against each other beside a target of this config: float32, whose
+    greedy text is comparable to the last token; bfloat16 for linear attention, where vLLM's kernels take no float32
+    ("CPU GDN attention requires BF16", "ChunkGatedDeltaRuleFunction does not support float32")."""
+    text = config.get("text_config") or config
+    return "bfloat16" if "linear_attention" in (text.get("layer_types") or ()) else "float32"
+
+
+def engine_problem(config: Mapping[str, Any]) -> str | None:
+    """Why the vLLM that is installed here cannot draft beside a target of this config, in one line; None if it can."""
+    if str(config.get("model_type", "")).startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
+        return "vLLM's Qwen3.5 imports torchvision, which is not installed: see docs/serving.md"
+    text = config.get("text_config") or config
+    if is_cpu_build() and (text.get("rope_parameters") or {}).get("mrope_section"):
+        return "vLLM's CPU build crashes when it drafts beside M-RoPE (mrope_section): see docs/serving.md"
+    return None

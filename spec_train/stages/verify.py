@@ -29,14 +29,14 @@ def verify(run: Run, force: bool) -> None:
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         from spec_train.decoding.engine import speculative_decode
         from spec_train.decoding.sampling import Sampling
-        from spec_train.serving.verify import local_folder, render_report, verify_exports
+        from spec_train.serving.verify import comparison_dtype, local_folder, render_report, verify_exports
 
         section = recipe.export
         forms = read_manifest(run.directory / "export")["outputs"]["serve"]
         prompts = [d.input_ids[: d.spans[0][0]] for d in (documents_of(run, "held_out") or documents_of(run, "train"))]
         prompts = prompts[: section.verify_prompts]
-        target = run.target("float32")
-        head = load_speculator(best_checkpoint(run), target).float()
+        target = run.target(comparison_dtype(run.target_path))
+        head = load_speculator(best_checkpoint(run), target).to(target.dtype)
         k, limit = section.verify_num_draft_tokens, recipe.responses.max_new_tokens
         trace = speculative_decode(
             target, head, prompts, num_draft_tokens=k, sampling=Sampling(), max_new_tokens=limit, batch_size=16

@@ -15,7 +15,7 @@ from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
 from spec_train.serving import eagle3_contract
 from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference
-from spec_train.serving.contract import is_cpu_build
+from spec_train.serving.contract import engine_problem, installed_vllm, is_cpu_build
 from spec_train.serving.eagle3_contract import EAGLE3_FLAGS
 from spec_train.serving.export import export, read_export
 from spec_train.serving.golden import make_golden
@@ -25,6 +25,7 @@ from spec_train.serving.verify import (
     check_files,
     check_input,
     check_reload,
+    comparison_dtype,
     draft_config,
     render_report,
     served_folder,
@@ -274,6 +275,38 @@ def test_text_that_parts_at_a_tie_counts_as_equal() -> None:
     report = judged(base, spec)
     assert report.problems == []
     assert report.near_ties == 2  # against vLLM's own text, and against ours
+
+
+def test_bfloat16_has_wider_ties() -> None:
+    """Text may part where the best two are within its rounding, and a draft in ten may fall on a tie of its own."""
+    base, spec = runs(trace())
+    spec.outputs[0][3], base.margins[0][3] = 50, 0.2
+    assert len(judged(base, spec).problems) == 2
+    assert compare(base, spec, trace(), 2, "0.0", "bfloat16").problems == []
+    base, spec = runs(trace())
+    spec.steps[1][1]["drafts"] = [7, 9]
+    assert "1 of 5 cycles" in compare(base, spec, trace(), 2, "0.0", "bfloat16").problems[0]
+
+
+def test_linear_attention_is_compared_in_bfloat16_and_only_where_vllm_loads_it(
+    target: TargetModel, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert comparison_dtype(target.name) == "float32"
+    kinds = ["linear_attention", "full_attention"]
+    hybrid = {"model_type": "qwen3_5", "text_config": {"layer_types": kinds}}
+    (tmp_path / "config.json").write_text(json.dumps(hybrid))
+    assert comparison_dtype(tmp_path) == "bfloat16"
+    multimodal = {"model_type": "other", "rope_parameters": {"mrope_section": [11, 11, 10]}}
+    assert ("crashes when it drafts beside M-RoPE" in (engine_problem(multimodal) or "")) == is_cpu_build()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "imports torchvision, which is not installed" in (engine_problem(hybrid) or "")
+    assert engine_problem({"model_type": "llama"}) is None
+    if installed_vllm():
+        with pytest.raises(UserError, match=r"vllm=require, but vLLM's Qwen3\.5 imports torchvision"):
+            verify_export(
+                exported, tmp_path, prompts=[PROMPT], max_new_tokens=4, num_draft_tokens=3, expected_trace=None,
+                vllm="require",
+            )  # fmt: skip
 
 
 def test_silent_speculator_is_a_problem() -> None:
