@@ -287,6 +287,7 @@ def add_mtp_layer(place: Path, family: str) -> None:
     """One MTP layer under the family's names, like the target's last one, and the keys of its config.json that declare
     it."""
     tensors, hidden = load_file(place / "model.safetensors"), SIZES["hidden_size"]
+    draw = torch.Generator().manual_seed(0)
     config = json.loads((place / "config.json").read_text())
     if family == "mimo":
         last, layer, projection = "model.layers.5.", "model.mtp_layers.0.", "model.mtp_layers.0.input_proj"
@@ -299,8 +300,8 @@ def add_mtp_layer(place: Path, family: str) -> None:
     own = {name: value for name, value in tensors.items() if name.startswith(last)}
     tensors.update({layer + name.removeprefix(last): value.clone() for name, value in own.items()})
     for norm in norms:
-        tensors[f"{norm}.weight"] = float(family == "mimo") + 0.3 * torch.randn(hidden)
-    tensors[f"{projection}.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+        tensors[f"{norm}.weight"] = float(family == "mimo") + 0.3 * torch.randn(hidden, generator=draw)
+    tensors[f"{projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) * (2 * hidden) ** -0.5
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     (place / "config.json").write_text(json.dumps(config))
 

@@ -70,7 +70,8 @@ def _rope_parameters(text: Any) -> dict[str, Any]:
         )
     rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
     rope.pop("partial_rotary_factor", None)  # the head rotates its whole head_dim
-    return rope
+    # Positions of text are the same in all parts of M-RoPE, and a head sees text alone.
+    return {key: value for key, value in rope.items() if not key.startswith("mrope")}
 
 
 class RMSNorm(nn.Module):

@@ -22,6 +22,7 @@ from spec_train.errors import UserError
 from spec_train.linear_cache import LinearCache
 from spec_train.speculators.draft_lm import DraftLM
 from spec_train.speculators.draft_start import DraftLMOptions
+from spec_train.speculators.eagle3 import Eagle3, Eagle3Options
 from spec_train.speculators.mtp import Mtp, MtpOptions
 from spec_train.target import TargetModel
 from tests.families import family_target
@@ -45,7 +46,7 @@ def with_head(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Mt
     """The family's target, vision tower and all, and the MTP layer that it ships, fitted a little."""
     target = TargetModel.load(str(family_target("qwen3_5", tmp_path_factory.mktemp("family"))))
     head = Mtp.from_recipe(MtpOptions(type="mtp", init="target_head"), target, torch.arange(320), seed=0)
-    fit(target, head, steps=40)
+    fit(target, head, steps=100)
     return target, head.eval().requires_grad_(False)
 
 
@@ -157,6 +158,18 @@ def test_the_mtp_layer_is_trained_as_it_decodes(with_head: tuple[TargetModel, Mt
     assert head.config.layout == "qwen3_5"
     assert_training_pass_equals_decode(target, head)
     assert_estimate_equals_decode(target, head)
+
+
+def test_an_eagle_head_decodes_beside_it_too(pair: tuple[TargetModel, Any]) -> None:
+    target, _ = pair
+    options = Eagle3Options(type="eagle3", aux_layer_ids=[1, 2, 3])
+    head = Eagle3.from_recipe(options, target, torch.arange(320), seed=0).eval()
+    plain = plain_decode(target, PROMPTS, sampling=Sampling(), max_new_tokens=20, batch_size=4)
+    spec = speculative_decode(
+        target, head, PROMPTS, num_draft_tokens=3, sampling=Sampling(), max_new_tokens=20, batch_size=4
+    )
+    assert [r.output_ids for r in spec.requests] == [r.output_ids for r in plain.requests]
+    assert head.serving().config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e5}
 
 
 def test_sampled_text_has_the_targets_law(tmp_path: Path) -> None:
