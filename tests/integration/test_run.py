@@ -45,7 +45,7 @@ def write_recipe(folder: Path, kind: str = "llama", **sections: Any) -> Path:
         "speculator": {"type": "eagle3", "ttt_steps": 3, "draft_vocab_size": 200, "aux_layer_ids": [1, 2, 4]},
         "optim": {"lr": 3e-3},
         "train": {"epochs": 4, "micro_batch_tokens": 600, "precision": "fp32", "save_every": 5, "log_every": 5},
-        "eval": {"num_draft_tokens": [3], "batch_size": 3, "speed_prompts": 1},
+        "eval": {"num_draft_tokens": [3], "batch_size": 3, "speed_prompts": 1, "measure_costs": False},
         "export": {"vllm": "off"},
     }
     for name, values in sections.items():
@@ -228,7 +228,7 @@ def test_a_checkpoint_and_its_exports_evaluate_alike(finished: Path) -> None:
     assert len(set(seen)) == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["mistral", "gpt_neox"])  # the families of shipped recipes: test_recipes.py
 def test_other_targets_go_the_whole_way(kind: str, tmp_path: Path) -> None:
     path = write_recipe(tmp_path, kind, train={"epochs": 1}, eval={"speed_prompts": 0}, export={"formats": ["plain"]})
     run_all(load_recipe(path), force=set())
@@ -266,7 +266,7 @@ def test_killed_at_random_points_a_run_ends_like_an_undisturbed_one(tmp_path: Pa
     command = [sys.executable, "-m", "spec_train", "run", str(finished), f"run.output_dir={tmp_path / 'run'}"]
     rng = random.Random(0)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for _ in range(4):
+    for _ in range(3):
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )

@@ -181,9 +181,7 @@ def test_assets_are_found_in_a_clone_and_in_the_wheel_layout(tmp_path: Path) -> 
     assert Path(done.stdout.strip()) == package / "_assets/eval/suites/gsm8k.yaml"
 
 
-@pytest.mark.parametrize(
-    "script", ["data/build_prompts.py", "data/build_responses.py", "eval/run_suites.py", "eval/bench_decoding.py"]
-)
+@pytest.mark.parametrize("script", ["data/build_prompts.py", "data/build_responses.py", "eval/run_suites.py"])
 def test_stage_scripts_run_by_path_and_shadow_nothing(script: str, tmp_path: Path) -> None:
     assert Path(script).stem not in sys.stdlib_module_names
     done = subprocess.run(
