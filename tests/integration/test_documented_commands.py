@@ -41,6 +41,8 @@ ELSEWHERE = {
     "python -m vllm": "tests/vllm/test_serve_command.py",
     "spec-train eval runs/my-model/export/speculators": "its servers run in tests/vllm/test_serve_command.py",
     "pytest tests/": "that very test runs with the others",
+    "pytest -m gpu": "a GPU",
+    "python tests/gpu/run_gpu.py": "a GPU; tests/gpu/test_run_gpu.py takes its path on a CPU",
     "pip install": "tests/integration/test_wheel.py",
     "pip uninstall": "changes this installation; the Makefile does it",
     "python -m venv old-pip": "needs the package index",
