@@ -240,8 +240,8 @@ class GraphCache(SlotCache):
     def branch(self, rows: Tensor) -> SlotCache:
         """See `SlotCache.branch`. The copy has storage of its own and is not static."""
         branched = SlotCache(len(self._keys), self.max_length)
-        branched._keys = [None if k is None else k[rows] for k in self._keys]
-        branched._values = [None if v is None else v[rows] for v in self._values]
+        branched._keys, branched._values = self._keys, self._values
+        branched.select(rows)
         return branched
 
     def select(self, rows: Tensor) -> None:

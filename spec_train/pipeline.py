@@ -202,8 +202,6 @@ def evaluate_checkpoint(
     if warning := overlap_warning(suite, seen):
         Console(stderr=True).print(f"eval: {warning}", style="yellow", markup=False, soft_wrap=True)
     model = TargetModel.load(target, dtype=getattr(torch, dtype), device=where)
-    if shapes:
-        model.check_trees()
     planted: list[Contender] = []
     if checkpoint == "ngram":
         contender = ngram_contender(2, 4, num_draft_tokens)
@@ -212,7 +210,7 @@ def evaluate_checkpoint(
     else:
         speculator = load_speculator(path, model)
         contender = speculator_contender(speculator, checkpoint, num_draft_tokens)
-        planted = tree_contenders(speculator, checkpoint, shapes)
+        planted = tree_contenders(model, speculator, checkpoint, shapes)
     if len(contender.num_draft_tokens) < len(num_draft_tokens):
         raise UserError(f"{checkpoint}: drafts at most {max(contender.num_draft_tokens, default=0)} tokens at a time")
     results = []

@@ -52,6 +52,8 @@ def measure_costs(
     measured whole, whatever it takes.
     """
     started = time.monotonic()
+    # Turns that warm up or capture a graph are not counted; the one more is for taking the cache's buffers.
+    uncounted = 1 if target.graphs is None else target.graphs.eager_passes + 2
     context = min(context, target.max_length - max(*rows, deepest + 1) - repeats)
     depths = sorted({k for k in (1, 2, 4, 6, 8) if k < deepest} | {deepest})
     wanted = sorted({row for row in rows if row <= max(deepest + 1, 2)} | {deepest + 1})
@@ -64,11 +66,11 @@ def measure_costs(
         begun = time.monotonic()
         calls: dict[tuple[str, str, int], Callable[[], None]] = {}
         for row in wanted:
-            calls["target_step", "rows", row] = _target_call(target, proposer, size, row, context, repeats + 1)
+            calls["target_step", "rows", row] = _target_call(target, proposer, size, row, context, uncounted + repeats)
         for k in depths:
             calls["draft", "num_draft_tokens", k] = _draft_call(target, proposer, size, k, context)
             calls["overhead", "num_draft_tokens", k] = _verify_call(target, size, k)
-        for (part, name, number), samples in _timed(target, calls, repeats).items():
+        for (part, name, number), samples in _timed(target, calls, uncounted, repeats).items():
             low, middle, high = np.quantile(samples, [0.25, 0.5, 0.75])
             costs[part].append(
                 {"batch_size": size, name: number, "ms": float(middle), "spread_ms": float(high - low) / 2}
@@ -85,14 +87,13 @@ def write_costs(folder: Path, kind: str, costs: dict[str, Any]) -> Path:
 
 
 def _timed(
-    target: TargetModel, calls: dict[tuple[str, str, int], Callable[[], None]], repeats: int
+    target: TargetModel, calls: dict[tuple[str, str, int], Callable[[], None]], uncounted: int, repeats: int
 ) -> dict[tuple[str, str, int], list[float]]:
-    """Milliseconds of every call, in turns; those that warm up or capture a graph are not counted.
+    """Milliseconds of every call, in turns, without the first `uncounted` ones.
 
     A target pass goes before every draft, untimed: in a decode it leaves nothing of the speculator in the CPU's caches.
     """
     target_pass = next(call for (part, _, _), call in reversed(calls.items()) if part == "target_step")
-    uncounted = 1 if target.graphs is None else target.graphs.eager_passes + 2  # one more: it takes the cache's buffers
     samples: dict[tuple[str, str, int], list[float]] = {key: [] for key in calls}
     for turn in range(uncounted + repeats):
         for key, call in calls.items():

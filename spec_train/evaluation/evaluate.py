@@ -251,9 +251,12 @@ def assisted_contender(
 
 
 def tree_contenders(
-    speculator: Speculator, name: str, trees: Sequence[TreeShape], kind: str | None = None
+    target: TargetModel, speculator: Speculator, name: str, trees: Sequence[TreeShape], kind: str | None = None
 ) -> list[Contender]:
-    """A speculator with trees of each shape. Raises UserError for one deeper than it drafts."""
+    """A speculator with trees of each shape. Raises UserError for one deeper than it drafts, and beside a target that
+    checks none."""
+    if trees:
+        target.check_trees()
     deepest = speculator.max_draft_tokens
     for tree in trees:
         if deepest is not None and tree.depth > deepest:

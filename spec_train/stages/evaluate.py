@@ -98,9 +98,8 @@ def contenders_of(run: Run, target: TargetModel) -> list[Contender]:
             reason = "at temperature 0 only" if any(section.temperature) else ""
         if reason:
             _warn(f"baseline assisted: {'left out, ' if assistant is None else ''}{reason}")
-    if section.trees:
-        target.check_trees()
-    return [*contenders, *tree_contenders(trained, str(checkpoint), [_shape(tree) for tree in section.trees])]
+    trees = [_shape(tree) for tree in section.trees]
+    return [*contenders, *tree_contenders(target, trained, str(checkpoint), trees)]
 
 
 def _warn(text: str) -> None:

@@ -19,11 +19,15 @@ from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.tree import tree_decode
 from spec_train.decoding.tree_draft import static_tree
 from spec_train.errors import UserError
+from spec_train.evaluation.costs import measure_costs
+from spec_train.evaluation.evaluate import tree_contenders
+from spec_train.graphs import Graphs
 from spec_train.linear_cache import LinearCache
 from spec_train.speculators.draft_lm import DraftLM
 from spec_train.speculators.draft_start import DraftLMOptions
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options
 from spec_train.speculators.mtp import Mtp, MtpOptions
+from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 from tests.families import family_target
 from tests.parity.test_eagle3 import PROMPTS, packed_batch
@@ -184,12 +188,22 @@ def test_sampled_text_has_the_targets_law(tmp_path: Path) -> None:
     assert {0, 1, 2} == {cycle.accepted for request in trace.requests for cycle in request.cycles}
 
 
+def test_costs_are_measured_while_other_targets_would_be_replayed(pair: tuple[TargetModel, Any]) -> None:
+    """The turns before those that count are more then, and a plain step goes on by a position in each."""
+    target, _ = pair
+    with target.replaying(Graphs(capture=False)):
+        costs = measure_costs(target, NgramProposer(1, 3), deepest=2, context=8, batch_sizes=(1,), repeats=1)
+    assert 1 in {point["rows"] for point in costs["target_step"]}
+
+
 def test_what_cannot_work_is_said_in_one_line(pair: tuple[TargetModel, Any], tmp_path: Path) -> None:
     target, _ = pair
     options = {"shape": static_tree([2, 1], []), "sampling": Sampling(), "max_new_tokens": 4}
     speculator: Any = None
     with pytest.raises(UserError, match="trees of drafts need a state for every branch"):
         tree_decode(target, speculator, PROMPTS[:1], **options)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="trees of drafts"):
+        tree_contenders(target, speculator, "head", [static_tree([2, 1], [])])
     none = torch.zeros(1, 1, dtype=torch.long)
     with pytest.raises(UserError, match="trees of drafts"):
         target.step_tree(none, none, none.bool()[None], none[0], target.new_cache(4), STATES)

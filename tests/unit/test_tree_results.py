@@ -59,7 +59,7 @@ def test_trees_are_reported_beside_the_chain(target, draft, tmp_path):
     suite = Suite("two", ["a", "b"], ["x", "x"], PROMPTS)
     settings = EvalSettings(Sampling(), 12, 2, speed_prompts=1, speed_new_tokens=4)
     trees = [dynamic_tree(3, 3, 9), static_tree([2, 2, 1])]
-    contenders = [speculator_contender(draft, "draft", [3]), *tree_contenders(draft, "draft", trees)]
+    contenders = [speculator_contender(draft, "draft", [3]), *tree_contenders(target, draft, "draft", trees)]
     results = evaluate_suite(target, contenders, suite, settings, target_name="tiny", directory=tmp_path)
     chain, dynamic, static = results
     assert chain.get("tree") is None and chain["estimate"]
@@ -108,4 +108,4 @@ def test_trees_in_a_recipe():
 def test_a_tree_deeper_than_the_heads(target):
     head = Medusa.from_recipe(MedusaOptions(type="medusa", num_heads=2), target, torch.arange(320), seed=0)
     with pytest.raises(UserError, match="at most 2"):
-        tree_contenders(head, "heads", [dynamic_tree(3, 2, 4)])
+        tree_contenders(target, head, "heads", [dynamic_tree(3, 2, 4)])
