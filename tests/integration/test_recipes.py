@@ -16,24 +16,8 @@ from spec_train.recipe import load_recipe
 from spec_train.run import Run
 from spec_train.serving.export import read_export
 from spec_train.speculators import load_speculator
-from tests.families import family_target
+from tests.families import recipe_target
 
-# folder of recipes/ -> family of tests/families.py
-RECIPES = {
-    "llama-3.1-8b-instruct": "llama3",
-    "llama-3.1-8b-instruct-fp8": "llama3_fp8",
-    "domain-adaptation": "llama3",
-    "mimo-7b-rl": "mimo",
-    "llama-3.3-70b-instruct": "llama3",
-    "qwen3-8b": "qwen3",
-    "qwen3.5-4b": "qwen3_5",
-    "qwen3-32b": "qwen3",
-    "qwen3-30b-a3b": "qwen3_moe",
-    "gemma-3-12b-it": "gemma3",
-    "phi-4": "phi4",
-    "mistral-small-3.2-24b": "mistral_small",
-    "gpt-oss-20b": "gpt_oss",
-}
 OTHERS = ("quickstart", "comparisons")  # run by `make quickstart` and by compare
 SIZES = [
     "data.max_length=160",
@@ -100,12 +84,7 @@ def general_head(target: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("file", files(), ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_a_recipe_goes_the_whole_way(file: Path, targets: Path, tmp_path: Path) -> None:
-    family = RECIPES[file.parent.name]  # a recipe without a family in tests/families.py is not finished
-    if family.endswith("_fp8"):
-        pytest.importorskip("compressed_tensors")
-    target = targets / family
-    if not target.is_dir():
-        family_target(family, targets)
+    target = recipe_target(file, targets)
     run = Run(load_recipe(file, overrides(file, target, tmp_path)))
     planned = plan(run.recipe).lines
     assert [state for _, state, _ in planned] == ["found"] + ["to do"] * len(STAGES)

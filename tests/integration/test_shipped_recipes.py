@@ -12,8 +12,7 @@ import yaml
 from spec_train.assets import asset_path
 from spec_train.comparison import load_comparison
 from spec_train.recipe import load_recipe
-from tests.families import family_target
-from tests.integration.test_recipes import RECIPES
+from tests.families import recipe_target
 from tests.program import spec_train
 from tests.tiny import tiny_model
 
@@ -40,12 +39,7 @@ def replaced(file: Path, targets: Path) -> list[str]:
         if not target.is_dir():
             tiny_model("llama", targets, num_hidden_layers=30, max_position_embeddings=8192)
     else:
-        family = RECIPES[file.parent.name]  # a recipe without a family in tests/families.py is not finished
-        if family.endswith("_fp8"):
-            pytest.importorskip("compressed_tensors")
-        target = targets / family
-        if not target.is_dir():
-            family_target(family, targets)
+        target = recipe_target(file, targets)
     changes = [f"target.model={target}", *(f"target.{key}=null" for key in ("package", "member", "sha256", "revision"))]
     changes += ["run.device=cpu"]
     for number, source in enumerate(recipe.data.sources):

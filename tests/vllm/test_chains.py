@@ -33,6 +33,7 @@ from spec_train.speculators.peagle import PEagle, PEagleOptions
 from spec_train.target import TargetModel
 from tests.chain_heads import answers, fit, randomise_norms
 from tests.tiny import tiny_model
+from tests.vllm_report import assert_same
 
 pytestmark = pytest.mark.vllm
 NEW_TOKENS = 32
@@ -149,15 +150,12 @@ def test_vllm_drafts_what_we_draft(served: Served, case: str) -> None:
     """Text without speculation, every draft of every cycle and the counters are ours, over enough cycles, some with all
     and some with none of their drafts accepted."""
     k, trace = CASES[case][-1], served.traces[case]
-    cycles = [cycle for request in trace.requests for cycle in request.cycles]
-    assert {0, k} <= {cycle.accepted for cycle in cycles}
     baseline, runs = served.runs[case]
     for vllm_run in runs:
         run = compare(baseline, vllm_run, trace, k, "test")
-        assert run.problems == []
-        assert (run.outputs_equal_baseline, run.outputs_equal_ours, run.near_ties) == (len(PROMPTS), len(PROMPTS), 0)
-        assert run.cycles == run.cycles_compared == run.cycles_equal == len(cycles) >= 40
-        assert run.counters == run.expected_counters
+        cycles = assert_same(run, trace)
+        assert {0, k} <= {cycle.accepted for cycle in cycles}
+        assert run.near_ties == 0
         assert run.counters["num_drafts"] == len(cycles)
 
 

@@ -29,6 +29,7 @@ from spec_train.target import TargetModel
 from tests.mtp_targets import mtp_target
 from tests.parity.test_mtp import fit, head_for
 from tests.tiny import tiny_model
+from tests.vllm_report import assert_same
 
 pytestmark = pytest.mark.vllm
 K, NEW_TOKENS = 3, 32
@@ -106,11 +107,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def test_vllm_drafts_what_we_draft(served: Served, case: str) -> None:
     trace = served.traces[case]
     run = compare(served.baselines[case], served.runs[case], trace, K, "test")
-    cycles = sum(len(request.cycles) for request in trace.requests)
-    assert run.problems == []
-    assert (run.outputs_equal_baseline, run.outputs_equal_ours, run.near_ties) == (len(PROMPTS), len(PROMPTS), 0)
-    assert run.cycles == run.cycles_compared == run.cycles_equal == cycles >= 40
-    assert run.counters == run.expected_counters
+    cycles = len(assert_same(run, trace))
+    assert run.near_ties == 0
     per_position = run.counters["num_accepted_tokens_per_pos"]
     assert 0 < per_position[-1] < per_position[0] < run.counters["num_drafts"] == cycles
 
