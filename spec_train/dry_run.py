@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec_train.data.features import free_disk
-from spec_train.data.prompts import hub_rows, load_conversations, split_held_out
+from spec_train.data.prompts import MOST_VALIDATION, SPLITS, hub_rows, load_conversations, split_conversations
 from spec_train.estimate import TargetFacts, answer_tokens, size, state_bytes, target_facts
 from spec_train.recipe import Recipe
 from spec_train.run import Run
@@ -30,11 +30,11 @@ def plan(recipe: Recipe) -> Plan:
     UserError for whatever would stop the run before it starts."""
     run = Run(recipe)
     facts = target_facts(run)
-    training, held_out, source_text = _rows(run)
+    training, apart, source_text = _rows(run)
     lines = {
         "prompts": source_text,
-        "responses": _responses(run, training + held_out),
-        "features": _features(run, facts, training + held_out),
+        "responses": _responses(run, training + apart),
+        "features": _features(run, facts, training + apart),
         "train": _train(run, facts, training),
         "eval": _eval(recipe),
         "export": f"formats {', '.join(recipe.export.formats or ['all that the method has'])}",
@@ -48,7 +48,7 @@ def plan(recipe: Recipe) -> Plan:
     )
     stored = 0
     if recipe.features.mode == "offline":
-        stored = (training + held_out) * recipe.data.max_length * state_bytes(run, facts.hidden_size)
+        stored = (training + apart) * recipe.data.max_length * state_bytes(run, facts.hidden_size)
     stages = [(stage, _state(run, stage), lines[stage]) for stage in STAGES]
     return Plan([("target", "found", target), *stages], facts, stored)
 
@@ -61,7 +61,8 @@ def _state(run: Run, stage: str) -> str:
 
 
 def _rows(run: Run) -> tuple[int, int, str]:
-    """(conversations to train on, held out, in words); at most, where rows are not known before they are fetched."""
+    """(conversations to train on, apart from these, in words); at most, where rows are not known before they are
+    fetched."""
     data, mode = run.recipe.data, run.recipe.responses.mode
     local = [source for source in data.sources if source.hub is None]
     known, dropped = 0, 0
@@ -72,20 +73,24 @@ def _rows(run: Run) -> tuple[int, int, str]:
         known, dropped = len(conversations), sum(reasons.values())
         render_prompts(run, conversations[:1])  # refuses chats where the tokenizer has no template
         if len(local) == len(data.sources):
-            training, held_out = split_held_out(conversations, data.held_out, run.recipe.run.seed)
-            return (
-                len(training),
-                len(held_out),
-                f"{len(training)} conversations, {len(held_out)} held out"
-                + (f", {dropped} rows dropped" if dropped else ""),
+            splits = split_conversations(
+                conversations, held_out=data.held_out, validation=data.validation, seed=run.recipe.run.seed
             )
+            training, validation, held_out = (len(splits[name]) for name in SPLITS)
+            lost = f", {dropped} rows dropped" if dropped else ""
+            words = f"{training} conversations, {validation} for validation, {held_out} held out{lost}"
+            return training, validation + held_out, words
     for source in data.sources:
         if source.hub is not None:
             rows = hub_rows(source.hub, source.split)
             counts = [count for count in (rows, source.limit) if count is not None]
             known += round(min(counts, default=0) * source.weight)
     held = round(data.held_out * known) if data.held_out < 1 else int(data.held_out)
-    return known - held, held, f"at most {known - held} conversations, {held} held out"
+    rest = known - held
+    validation = min(round(data.validation * rest), MOST_VALIDATION) if data.validation < 1 else int(data.validation)
+    training = rest - validation
+    words = f"at most {training} conversations, {validation} for validation, {held} held out"
+    return training, validation + held, words
 
 
 def _responses(run: Run, conversations: int) -> str:
@@ -110,7 +115,7 @@ def _features(run: Run, facts: TargetFacts, conversations: int) -> str:
 def _train(run: Run, facts: TargetFacts, conversations: int) -> str:
     section, data = run.recipe.train, run.recipe.data
     a_step = section.micro_batch_tokens * section.grad_accum_steps
-    steps = max(1, conversations * data.max_length // a_step) * section.epochs
+    steps = -(-conversations * data.max_length // a_step) * section.epochs
     if section.max_steps is not None:
         steps = min(steps, section.max_steps)
     return (

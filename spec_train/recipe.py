@@ -104,15 +104,18 @@ class Source(Section):
 
 
 class DataSection(Section):
-    """Where prompts come from and how they are cut. `held_out`: a fraction below 1, or a count of conversations."""
+    """Where prompts come from and how they are cut. `held_out` and `validation`: a fraction below 1, or a count of
+    conversations. Results are reported on the first; the second, out of the others, decides which checkpoint is best.
+    """
 
     sources: list[Source] = Field(min_length=1)
     max_length: int = Field(default=2048, ge=8)
     held_out: float | int = 0.05
+    validation: float | int = 0.02
     last_turn_only: bool = False
     max_drop_rate: float = Field(default=0.5, ge=0, le=1)
 
-    @field_validator("held_out")
+    @field_validator("held_out", "validation")
     @classmethod
     def _fraction_or_count(cls, value: float) -> float:
         if value < 0 or (isinstance(value, float) and value >= 1):
@@ -187,7 +190,7 @@ class OptimSection(Section):
 
 class TrainSection(Section):
     """The training loop. `eval_every` null means save_every; `seed` null means run.seed, which also splits the data.
-    At each evaluation the first `decode_prompts` held-out prompts are decoded, `decode_new_tokens` each."""
+    At each evaluation the first `decode_prompts` validation prompts are decoded, `decode_new_tokens` each."""
 
     epochs: PositiveInt = 3
     max_steps: PositiveInt | None = None

@@ -21,13 +21,17 @@ from spec_train.packages import package_file
 if TYPE_CHECKING:
     from spec_train.recipe import Source
 
+Split = Literal["train", "validation", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "held_out")
+MOST_VALIDATION = 500  # rows of a fraction: enough to tell checkpoints apart, and a pass over them stays cheap
+
 __all__ = [
     "Conversation",
     "DropReason",
     "check_drops",
     "load_conversations",
     "read_conversations",
-    "split_held_out",
+    "split_conversations",
     "with_unique_ids",
     "write_conversations",
 ]
@@ -82,33 +86,50 @@ def check_drops(kept: int, dropped: Counter[str], max_drop_rate: float, where: s
         )
 
 
-def split_held_out(
-    conversations: Sequence[Conversation], held_out: float | int, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
-    """(training, held out), disjoint, both in the order given. `held_out`: a fraction below 1, or a count.
+def split_conversations(
+    conversations: Sequence[Conversation], *, held_out: float | int, validation: float | int, seed: int
+) -> dict[Split, list[Conversation]]:
+    """The conversations of each split, disjoint, each in the order given.
 
-    Rows with the same user turns (blanks and case aside) stay on the same side. Raises UserError where nothing would
-    be left to train on, or the rows repeat too much to hold any out.
+    `held_out` and `validation`: a fraction below 1, or a count. Held-out rows are reported on and seen by nothing
+    else; validation rows come out of the others and decide which checkpoint is best. A fraction for validation takes
+    at most MOST_VALIDATION rows, and none where all the rest have one prompt. Rows whose first user turns are the same
+    (blanks and case aside) stay in one split, since they begin with the same prompt and so with the same answer.
+
+    Raises UserError where nothing would be left to train on, or the rows repeat too much to hold any out.
     """
+    rest, reported = _split_off(conversations, held_out, "held_out", random.Random(f"held-out-{seed}"))
+    if 0 < validation < 1:
+        repeats = Counter(map(_prompt_key, rest))
+        most = min(round(validation * len(rest)), MOST_VALIDATION)
+        validation = max(most, min(repeats.values())) if len(repeats) > 1 else 0
+    training, chosen_on = _split_off(rest, validation, "validation", random.Random(f"validation-{seed}"))
+    return {"train": training, "validation": chosen_on, "held_out": reported}
+
+
+def _split_off(
+    conversations: Sequence[Conversation], part: float | int, name: str, generator: random.Random
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(the rest, about `part` of them); rows with one prompt stay together. `name` is the option's, for errors."""
     total = len(conversations)
-    wanted = max(1, round(held_out * total)) if 0 < held_out < 1 else int(held_out)
+    wanted = max(1, round(part * total)) if 0 < part < 1 else int(part)
     if wanted == 0:
         return list(conversations), []
     if wanted >= total:
-        raise UserError(f"data.held_out asks for {wanted} conversations and there are {total}; ask for fewer")
+        raise UserError(f"data.{name} asks for {wanted} conversations and there are {total}; ask for fewer")
     groups: dict[str, list[int]] = {}
     for index, conversation in enumerate(conversations):
         groups.setdefault(_prompt_key(conversation), []).append(index)
     keys = list(groups)
-    random.Random(f"held-out-{seed}").shuffle(keys)
+    generator.shuffle(keys)
     chosen: set[int] = set()
     for key in keys:
         if len(chosen) + len(groups[key]) <= wanted:
             chosen.update(groups[key])
     if not chosen:
-        raise UserError(f"data.held_out: every prompt occurs more than {wanted} times, so none can be held out whole")
-    training = [conversation for index, conversation in enumerate(conversations) if index not in chosen]
-    return training, [conversations[index] for index in sorted(chosen)]
+        raise UserError(f"data.{name}: every prompt occurs more than {wanted} times, so none can be held out whole")
+    rest = [conversation for index, conversation in enumerate(conversations) if index not in chosen]
+    return rest, [conversations[index] for index in sorted(chosen)]
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> int:
@@ -128,8 +149,11 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _prompt_key(conversation: Conversation) -> str:
-    asked = [conversation.text or ""] + [m["content"] for m in conversation.messages if m["role"] == "user"]
-    return "\n".join(" ".join(text.lower().split()) for text in asked)
+    """What rows of one split share: plain text, or what the user says first. A longer conversation that begins with
+    the prompt of a shorter one yields the same first document."""
+    asked = (message["content"] for message in conversation.messages if message["role"] == "user")
+    first = conversation.text if conversation.text is not None else next(asked, "")
+    return " ".join(first.lower().split())
 
 
 def _weighted(conversations: list[Conversation], weight: float, generator: random.Random) -> list[Conversation]:
@@ -222,8 +246,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
-        yield from enumerate(rows, 1)
+        rows = (row for batch in table.iter_batches() for row in batch.to_pylist(maps_as_pydicts="lossy"))
+        yield from enumerate(map(_without_nulls, rows), 1)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
@@ -256,4 +280,14 @@ def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Any]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"data.sources.hub {name}, split {split}: cannot be loaded ({reason})") from None
-    yield from enumerate(rows, 1)
+    yield from enumerate(map(_without_nulls, rows), 1)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row as it was before Arrow, which gives every struct of a column the same keys and fills those that a row
+    lacks with null: tools would show each other's parameters. A null that the data meant is lost with them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -54,8 +54,9 @@ def overlap(ids: Sequence[str], prompts: Sequence[str], training: Iterable[str])
 
 
 def overlap_with_run(suite: Suite, prompts_stage: Path) -> dict[str, Any] | None:
-    """`overlap` of a suite with every user turn that a run trains on; None where its prompts stage is not there.
-    `held_out` is checked as the stage wrote it, later turns of a suite with the turns before the answers."""
+    """`overlap` of a suite with every user turn that a run trains on or chooses its checkpoint on; None where its
+    prompts stage is not there. `held_out` is checked as the stage wrote it, later turns of a suite with the turns
+    before the answers."""
     if not (prompts_stage / "manifest.json").is_file():
         return None
     if suite.name == "held_out":
@@ -66,7 +67,8 @@ def overlap_with_run(suite: Suite, prompts_stage: Path) -> dict[str, Any] | None
         asked = suite.asked + [last_user_message(turn.conversation.messages) for turn in suite.follow_ups]
     training = (
         text
-        for conversation in read_conversations(prompts_stage / "train.jsonl")
+        for split in ("train", "validation")  # the second chose the checkpoint
+        for conversation in read_conversations(prompts_stage / f"{split}.jsonl")
         for text in [conversation.text or "", *(m["content"] for m in conversation.messages if m["role"] == "user")]
         if text
     )

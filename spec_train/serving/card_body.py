@@ -277,9 +277,11 @@ def _data(facts: Facts) -> list[str]:
     found = ["\n".join(lines)]
     if counts:
         prompts, responses = counts["prompts"], counts["responses"]
+        uses = {"train": "to train on", "validation": "to choose the checkpoint on", "held_out": "held out for results"}
+        uses = {split: use for split, use in uses.items() if split in prompts}  # older runs have no validation rows
         found.append(
-            f"{prompts['train']:,} conversations to train on and {prompts['held_out']:,} held out; of these "
-            f"{responses['train']:,} and {responses['held_out']:,} were used, with "
+            f"Conversations: {', '.join(f'{prompts[split]:,} {use}' for split, use in uses.items())}; used of these: "
+            f"{', '.join(f'{responses[split]:,}' for split in uses)}, with "
             f"{responses['train_response_tokens']:,} tokens of answers to train on."
         )
         dropped = {**prompts["dropped"], **responses["dropped"]}

@@ -15,6 +15,7 @@ from spec_train.recipe import Recipe
 from spec_train.run import Run
 
 if TYPE_CHECKING:
+    from spec_train.data.prompts import Split
     from spec_train.decoding.sampling import Sampling
 
 Work = Callable[[Stage], tuple[dict[str, Any], dict[str, Any]]]
@@ -64,8 +65,8 @@ def is_finished(directory: Path) -> bool:
     return (directory / "manifest.json").is_file()
 
 
-def documents_of(run: Run, split: str) -> list[Document]:
-    """The documents of the responses stage; `split` is train or held_out."""
+def documents_of(run: Run, split: Split) -> list[Document]:
+    """The documents of a split of the responses stage."""
     return read_documents(run.stage_directory("responses") / f"{split}.jsonl")
 
 

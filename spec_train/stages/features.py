@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spec_train.data.documents import Document
+from spec_train.data.prompts import SPLITS
 from spec_train.errors import UserError
 from spec_train.manifest import Stage
 from spec_train.run import Run, start_identity
@@ -66,7 +67,7 @@ def features(run: Run, force: bool) -> None:
             return {"mode": "online: computed while training"}, {}
         from spec_train.data.features import check_disk
 
-        documents = [*documents_of(run, "train"), *documents_of(run, "held_out")]
+        documents = [document for split in SPLITS for document in documents_of(run, split)]
         reader = feature_reader(run, recipe.responses.dtype or recipe.target.dtype)
         missing = reader.missing(documents)
         if missing:
@@ -89,7 +90,7 @@ def feature_reader(run: Run, captured_in: str) -> FeatureReader:
     target = run.target(captured_in) if run._target is None else run._target[1]
     stores = []
     wanted = feature_spec(run, target).aux_layer_ids
-    for split in ("train", "held_out"):
+    for split in SPLITS:
         directory = run.stage_directory("responses") / f"captured-{split}"
         if (directory / "index.json").is_file():
             try:

@@ -1,10 +1,10 @@
-"""Read the sources; split off the held-out conversations."""
+"""Read the sources; split off the held-out conversations and those that choose the checkpoint."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from spec_train.data.prompts import load_conversations, split_held_out, write_conversations
+from spec_train.data.prompts import load_conversations, split_conversations, write_conversations
 from spec_train.manifest import Stage
 from spec_train.run import Run, source_fingerprints
 from spec_train.stages.common import make_stage
@@ -28,10 +28,12 @@ def prompts(run: Run, force: bool) -> None:
             max_drop_rate=recipe.data.max_drop_rate,
             seed=recipe.run.seed,
         )
-        training, held_out = split_held_out(conversations, recipe.data.held_out, recipe.run.seed)
-        write_conversations(stage.directory / "train.jsonl", training)
-        write_conversations(stage.directory / "held_out.jsonl", held_out)
-        counts = {"train": len(training), "held_out": len(held_out), "dropped": dict(dropped)}
-        return {}, counts
+        splits = split_conversations(
+            conversations, held_out=recipe.data.held_out, validation=recipe.data.validation, seed=recipe.run.seed
+        )
+        counts: dict[str, Any] = {
+            split: write_conversations(stage.directory / f"{split}.jsonl", rows) for split, rows in splits.items()
+        }
+        return {}, {**counts, "dropped": dict(dropped)}
 
     make_stage(run, "prompts", inputs, force, work)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_train.data.documents import Document, write_documents
-from spec_train.data.prompts import Conversation, check_drops, read_conversations
+from spec_train.data.prompts import SPLITS, Conversation, check_drops, read_conversations
 from spec_train.errors import UserError
 from spec_train.manifest import Stage
 from spec_train.run import Run
@@ -33,7 +33,7 @@ def responses(run: Run, force: bool) -> None:
         make = _generate if recipe.responses.mode == "regenerate" else render_kept
         counts: dict[str, Any] = {}
         dropped: Counter[str] = Counter()
-        for split in ("train", "held_out"):
+        for split in SPLITS:
             conversations = read_conversations(run.stage_directory("prompts") / f"{split}.jsonl")
             documents, lost = make(run, conversations, stage.directory / f"parts-{split}")
             write_documents(stage.directory / f"{split}.jsonl", documents)

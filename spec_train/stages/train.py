@@ -42,22 +42,22 @@ def train(run: Run, force: bool) -> None:
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
-        from spec_train.evaluation.held_out_decode import HeldOutDecode
+        from spec_train.evaluation.validation_decode import ValidationDecode
         from spec_train.training.trainer import train as train_speculator
 
-        documents, held_out = documents_of(run, "train"), documents_of(run, "held_out")
+        documents, validation = documents_of(run, "train"), documents_of(run, "validation")
         provider = feature_provider(run)
-        speculator, coverage = new_speculator(run, documents, held_out)
+        speculator, coverage = new_speculator(run, documents, documents_of(run, "held_out"))
         section, depth = recipe.train, recipe.eval.num_draft_tokens[0]
         samplings = [eval_sampling(recipe, temperature) for temperature in recipe.eval.temperature]
         samplings = [sampling for sampling in samplings if not sampling.greedy]
-        decode = HeldOutDecode(
-            run.target(), held_out, section.decode_prompts, section.decode_new_tokens, depth, samplings
+        decode = ValidationDecode(
+            run.target(), validation, section.decode_prompts, section.decode_new_tokens, depth, samplings
         )
         result = train_speculator(
             speculator,
             documents,
-            held_out,
+            validation,
             provider,
             optim=recipe.optim,
             train=section,
@@ -77,7 +77,7 @@ def train(run: Run, force: bool) -> None:
         )
         return {**asdict(result), "held_out_coverage": coverage}, {
             "documents": len(documents),
-            "held_out": len(held_out),
+            "validation": len(validation),
         }
 
     make_stage(run, "train", inputs, force, work)
@@ -120,8 +120,8 @@ def feature_provider(run: Run) -> Callable[[Batch], Batch]:
 
 
 def sampled_answers(run: Run, samplings: Sequence[Sampling]) -> SampledAnswers | None:
-    """The one of `samplings` under which the target wrote the held-out answers, with what it takes to estimate on them;
-    None where they are greedy or not its own, or where evaluation samples in another way."""
+    """The one of `samplings` under which the target wrote the validation answers, with what it takes to estimate on
+    them; None where they are greedy or not its own, or where evaluation samples in another way."""
     from spec_train.speculators.distillation import add_target_probs
     from spec_train.training.figures import SampledAnswers
 

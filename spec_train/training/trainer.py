@@ -48,8 +48,8 @@ class NonFiniteError(RunFailure):
 @dataclass(frozen=True)
 class TrainResult:
     """What a finished run leaves: the checkpoints to use, and what it cost. `peak_memory` in bytes: of the GPU, or of
-    the process on the CPU. `best_value` is None where nothing was held out; `start_value` is the same metric of the
-    trained head that training went on from, None for a fresh one."""
+    the process on the CPU. `best_value` is None where there was nothing to choose on; `start_value` is the same metric
+    of the trained head that training went on from, None for a fresh one."""
 
     steps: int
     best_checkpoint: str
@@ -99,7 +99,7 @@ class StepPlan:
 def train(
     speculator: Speculator,
     documents: Sequence[Document],
-    held_out: Sequence[Document],
+    validation: Sequence[Document],
     provider: Provider,
     *,
     optim: OptimSection,
@@ -117,15 +117,16 @@ def train(
     """Train `speculator` in place, or resume where an earlier call with the same `output_dir` stopped.
 
     speculator         fresh from `from_target`, on any device; trainable parameters in float32
-    documents          at least one; `held_out` may be empty, then nothing is evaluated and the last checkpoint is best
+    documents          at least one
+    validation         apart from them; may be empty, then nothing is evaluated and the last checkpoint is best
     provider           hidden states for a batch on the training device (`add_features` or the target)
-    num_draft_tokens   depths K of the renewal estimate on `held_out`; the first decides which checkpoint is best
+    num_draft_tokens   depths K of the renewal estimate on `validation`; the first decides which checkpoint is best
     output_dir         gets checkpoints/, log.jsonl and result.json
     speculator_config  saved in every checkpoint, to build the module again; `run_config` goes to the trackers
     evaluate_start     log the estimate before the first step too: `speculator` has been trained before
     decode             called on the main process at every evaluation, its figures are logged beside the estimates;
                        given on every process or on none
-    sampled            how the target sampled `held_out`, None where it did not or not as it will be served
+    sampled            how the target sampled `validation`, None where it did not or not as it will be served
 
     Raises UserError on bad input or a run that does not match `output_dir`, NonFiniteError when training diverges.
     """
@@ -134,7 +135,7 @@ def train(
     check_trackers(train.trackers)
     accelerator = parallel.make_accelerator(train.precision, device)
     depths = tuple(num_draft_tokens)
-    run = _Run(accelerator, documents, held_out, provider, optim, train, seed, depths, output_dir, sampled)
+    run = _Run(accelerator, documents, validation, provider, optim, train, seed, depths, output_dir, sampled)
     state = run.start_or_resume(speculator)
     run.wrap(speculator)
     config = {**run_config, "world_size": accelerator.num_processes, "total_steps": run.total_steps}
@@ -142,7 +143,7 @@ def train(
     clock = Clock(state.seconds)
     eval_every = train.eval_every or train.save_every
     with log:
-        if evaluate_start and held_out and state.step == 0:
+        if evaluate_start and validation and state.step == 0:
             scores = run.measure(decode, speculator_config)
             state.start_value = scores[run.metric]
             log.write(0, "eval", scores, acceptance=scores[run.metric])
@@ -155,7 +156,7 @@ def train(
             if state.step % train.log_every == 0 or last:
                 log.write(state.step, "train", {"epoch": epoch, **figures})
             improved = False
-            if held_out and (state.step % eval_every == 0 or last):
+            if validation and (state.step % eval_every == 0 or last):
                 scores = run.measure(decode, speculator_config)
                 improved = state.best_value is None or scores[run.metric] > state.best_value
                 if improved:
@@ -175,7 +176,7 @@ class _Run:
         self,
         accelerator: Accelerator,
         documents: Sequence[Document],
-        held_out: Sequence[Document],
+        validation: Sequence[Document],
         provider: Provider,
         optim: OptimSection,
         train: TrainSection,
@@ -185,7 +186,7 @@ class _Run:
         sampled: SampledAnswers | None,
     ) -> None:
         self.accelerator, self.provider, self.sampled = accelerator, provider, sampled
-        self.documents, self.held_out = documents, held_out
+        self.documents, self.validation = documents, validation
         self.optim, self.settings, self.seed = optim, train, seed
         self.num_draft_tokens = num_draft_tokens
         self.output_dir, self.root = output_dir, output_dir / "checkpoints"
@@ -321,10 +322,10 @@ class _Run:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Estimates of the acceptance length on the held-out documents, shared out over processes."""
+        """Estimates of the acceptance length on the validation documents, shared out over processes."""
         accelerator = self.accelerator
         plan = plan_epoch(
-            [len(document.input_ids) for document in self.held_out],
+            [len(document.input_ids) for document in self.validation],
             micro_batch_tokens=self.settings.micro_batch_tokens,
             seed=0,
             epoch=0,
@@ -335,7 +336,7 @@ class _Run:
         hits, drawn = list[ResponseHits](), list[ResponseHits]()
         with parallel.gathered(accelerator, self.model):
             for rows in plan[accelerator.process_index :: accelerator.num_processes]:
-                batch = self.provider(self._batch(self.held_out, rows))
+                batch = self.provider(self._batch(self.validation, rows))
                 hits += self.speculator.draft_hits(batch, deepest)
                 if self.sampled is not None:
                     drawn += self.speculator.draft_hits(self.sampled.add_probs(batch), deepest, self.sampled.drawn)

@@ -101,7 +101,12 @@ def test_the_card_says_what_the_hub_indexes_and_what_a_reader_needs(run: Path) -
     low, high = result["mean_acceptance_length_ci95"]
     row = next(line for line in text.splitlines() if line.startswith("| held_out | 0 |"))
     assert row.endswith(f"| {result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) |")
-    for fact in ("A word of my own.", "CC0-1.0", "20 conversations to train on and 4 held out", "`Be brief.`"):
+    for fact in (
+        "A word of my own.",
+        "CC0-1.0",
+        "19 to train on, 1 to choose",
+        "`Be brief.`",
+    ):
         assert fact in text
     assert "8 of 8 outputs were token for token" in text  # greedy, at both K
     assert "None of the 4 prompts of held_out is in the training data." in text

@@ -18,9 +18,10 @@ import yaml
 from safetensors.torch import load_file
 
 from spec_train.data.documents import read_documents
+from spec_train.data.prompts import SPLITS
 from spec_train.errors import UserError
 from spec_train.manifest import read_manifest
-from spec_train.pipeline import evaluate_checkpoint, run_all, run_features, run_responses
+from spec_train.pipeline import evaluate_checkpoint, run_all, run_features, run_prompts, run_responses, run_train
 from spec_train.recipe import Recipe, load_recipe
 from spec_train.run import Run
 from spec_train.stages.common import documents_of, eval_sampling
@@ -113,10 +114,19 @@ def test_answers_are_estimated_on_at_the_temperature_they_were_sampled_at(tmp_pa
 
 def test_held_out_prompts_are_not_trained_on(finished: Path) -> None:
     run = Run(load_recipe(finished))
-    prompts = [{tuple(d.input_ids[: d.spans[0][0]]) for d in documents_of(run, s)} for s in ("train", "held_out")]
-    assert len(prompts[0]) == 20
-    assert len(prompts[1]) == 4
-    assert not prompts[0] & prompts[1]
+    prompts = [{tuple(d.input_ids[: d.spans[0][0]]) for d in documents_of(run, s)} for s in SPLITS]
+    assert [len(rows) for rows in prompts] == [19, 1, 4]
+    assert len(set.union(*prompts)) == 24
+
+
+def test_held_out_rows_never_choose_the_checkpoint(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"data": {"validation": 0}, "train": {"max_steps": 2, "eval_every": 1}}
+    recipe = load_recipe(write_recipe(tmp_path, **sections))
+    for stage in (run_prompts, run_responses, run_features, run_train):
+        stage(recipe, False)
+    outputs = read_manifest(Run(recipe).directory / "train")["outputs"]
+    assert outputs["best_value"] is None
+    assert outputs["best_checkpoint"] == outputs["last_checkpoint"]
 
 
 def test_a_finished_run_is_left_alone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +264,7 @@ def test_conversations_are_kept_and_counted(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_all(load_recipe(path), force=set())
     manifest = read_manifest(tmp_path / "run" / "prompts")
-    assert manifest["counts"]["train"] == 4
+    assert [manifest["counts"][split] for split in SPLITS] == [3, 1, 2]
     assert sum(manifest["counts"]["dropped"].values()) == 3
     documents = read_documents(tmp_path / "run" / "responses" / "train.jsonl")
     assert all(document.num_response_tokens > 0 for document in documents)

@@ -19,7 +19,7 @@ from spec_train.decoding.engine import plain_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import RequestTrace
 from spec_train.evaluation.estimate import estimator
-from spec_train.evaluation.held_out_decode import HeldOutDecode
+from spec_train.evaluation.validation_decode import ValidationDecode
 from spec_train.recipe import OptimSection, TrainSection
 from spec_train.speculators import load_speculator, speculator_class
 from spec_train.speculators.distillation import add_target_probs
@@ -79,7 +79,7 @@ def trained(
         speculator, documents[3:], documents[:3], online,
         optim=OptimSection(lr=3e-3), train=settings, seed=3, device="cpu", num_draft_tokens=(3, 1), output_dir=folder,
         speculator_config={"type": options["type"], "config": asdict(speculator.config)}, run_config={},
-        decode=HeldOutDecode(target, documents[:3], 2, 20, 3, samplings) if decoding else None, sampled=sampled,
+        decode=ValidationDecode(target, documents[:3], 2, 20, 3, samplings) if decoding else None, sampled=sampled,
     )  # fmt: skip
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in UNTIMED} for line in lines]
@@ -167,5 +167,5 @@ def test_only_prompts_that_leave_room_are_decoded(target: TargetModel) -> None:
     full = Document("full", [7] * (target.max_length + 1), [(target.max_length, target.max_length + 1)])
     unfit = [Document("text", [5, 6, 7], [(0, 3)]), Document("silent", [5, 6], []), full]
     fit = [Document(str(n), [5, 6, 7, 8], [(n, 4)]) for n in (1, 2, 3)]
-    assert HeldOutDecode(target, unfit, 4, 8, 3).prompts == []
-    assert HeldOutDecode(target, [*unfit, *fit], 2, 8, 3).prompts == [[5], [5, 6]]
+    assert ValidationDecode(target, unfit, 4, 8, 3).prompts == []
+    assert ValidationDecode(target, [*unfit, *fit], 2, 8, 3).prompts == [[5], [5, 6]]

@@ -36,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_stages_would_do(recipe: Path) -> None:
     lines = {stage: text for stage, _, text in plan(load_recipe(recipe)).lines}
     assert "llama, 0.00B parameters" in lines["target"]
-    assert lines["prompts"] == "16 conversations, 4 held out, 1 rows dropped"
+    assert lines["prompts"] == "15 conversations, 1 for validation, 4 held out, 1 rows dropped"
     assert "at most 600 tokens" in lines["responses"]  # 20 answers of at most 30
     # Three layers and the last state, 64 numbers of 4 bytes each, and one number more: 1028 bytes, 2000 positions.
     assert lines["features"].startswith("1 KB a token, at most 2.1 MB; ")

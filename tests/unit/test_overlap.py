@@ -71,6 +71,7 @@ def test_suite_and_held_out_against_a_run(tmp_path: Path) -> None:
     suite = Suite("own", ["a", "b"], ["", ""], [[1], [2]], [APPLES, "Where is it?"])
     assert overlap_with_run(suite, tmp_path) is None
     write_conversations(tmp_path / "train.jsonl", [asked("t", "hello there", APPLES), asked("u", SHORT)])
+    write_conversations(tmp_path / "validation.jsonl", [])
     write_conversations(tmp_path / "held_out.jsonl", [asked("h", TRAIN), asked("i", SHORT)])
     (tmp_path / "manifest.json").write_text("{}")
     assert overlap_with_run(suite, tmp_path) == {"checked": 2, "exact": 1, "near": 0, "ids": ["a"]}

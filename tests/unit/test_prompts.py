@@ -16,7 +16,7 @@ from spec_train.data.documents import Document, read_documents, write_documents
 from spec_train.data.prompts import (
     load_conversations,
     read_conversations,
-    split_held_out,
+    split_conversations,
     write_conversations,
 )
 from spec_train.data.rows import Conversation, conversation_from_row
@@ -240,6 +240,14 @@ def test_held_out_is_disjoint_deterministic_and_free_of_duplicates() -> None:
         Conversation(f"c{i}", [{"role": "user", "content": f"Question  {i % 15}" if i < 20 else f"question {i}"}])
         for i in range(30)
     ]
+
+    def split_held_out(
+        rows: list[Conversation], held_out: float, seed: int
+    ) -> tuple[list[Conversation], list[Conversation]]:
+        splits = split_conversations(rows, held_out=held_out, validation=0, seed=seed)
+        assert splits["validation"] == []
+        return splits["train"], splits["held_out"]
+
     training, held_out = split_held_out(conversations, 8, seed=1)
     assert len(held_out) == 8
     assert [c.id for c in sorted(training + held_out, key=lambda c: int(c.id[1:]))] == [c.id for c in conversations]
@@ -256,6 +264,63 @@ def test_held_out_is_disjoint_deterministic_and_free_of_duplicates() -> None:
         split_held_out(conversations, 30, seed=0)
     with pytest.raises(UserError, match="every prompt occurs more than 1 times"):
         split_held_out([conversations[0]] * 3, 1, seed=0)
+
+
+def test_validation_rows_come_out_of_the_training_rows_and_leave_the_held_out_ones_alone() -> None:
+    conversations = [Conversation(f"c{i}", [{"role": "user", "content": f"question {i // 2}"}]) for i in range(60)]
+    plain = split_conversations(conversations, held_out=10, validation=0, seed=3)
+    for validation, count in ((6, 6), (0.1, 5 - 1), (0.01, 2)):  # prompts occur twice each
+        splits = split_conversations(conversations, held_out=10, validation=validation, seed=3)
+        assert splits["held_out"] == plain["held_out"]
+        assert len(splits["validation"]) == count
+        prompts = [{c.messages[0]["content"] for c in rows} for rows in splits.values()]
+        assert not prompts[0] & prompts[1]
+        assert not prompts[0] & prompts[2]
+        assert sum(map(len, splits.values())) == 60
+    same = [conversations[0]] * 3
+    assert split_conversations(same, held_out=0, validation=0.02, seed=0)["train"] == same
+    with pytest.raises(UserError, match=r"data\.validation asks for 50 conversations and there are 50"):
+        split_conversations(conversations, held_out=10, validation=50, seed=0)
+    many = [Conversation(f"c{i}", [{"role": "user", "content": str(i)}]) for i in range(40_000)]
+    assert len(split_conversations(many, held_out=0, validation=0.02, seed=0)["validation"]) == 500
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_begin_with_the_same_prompt_stay_in_one_split(seed: int) -> None:
+    """`regenerate` makes the same first document of "Q" and of "Q, then R"."""
+    conversations = []
+    for i in range(10):
+        opening = {"role": "user", "content": f"Question {i}"}
+        conversations.append(Conversation(f"short{i}", [opening]))
+        more = [opening, {"role": "assistant", "content": ""}, {"role": "user", "content": f"and {i}?"}]
+        conversations.append(Conversation(f"long{i}", more))
+    splits = split_conversations(conversations, held_out=6, validation=4, seed=seed)
+    where = {c.id: name for name, rows in splits.items() for c in rows}
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 10, "validation": 4, "held_out": 6}
+    assert all(where[f"short{i}"] == where[f"long{i}"] for i in range(10))
+
+
+def test_arrow_nulls_are_not_taken_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow gives every struct of a column the same keys; the rows of JSON lines, Parquet and the Hub are equal."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+    def row(name: str, parameter: str) -> dict[str, Any]:
+        schema = {"type": "string", "enum": ["a", "b"]} if name == "f" else {"type": "int"}
+        tool = {"name": name, "parameters": {"type": "object", "properties": {parameter: schema}}}
+        call = {"function": {"name": name, "arguments": {parameter: "a"}}}
+        turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+        return {"messages": [*turns, ANSWER], "tools": [{"type": "function", "function": tool}]}
+
+    rows = [row("f", "city"), row("g", "count")]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    lines = jsonl(folder / "rows.jsonl", *rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    expected = [(c.messages, c.tools) for c in load(lines, "keep")[0]]
+    assert expected[0][1] == rows[0]["tools"]
+    for source in (Source(path=str(tmp_path / "rows.parquet")), Source(hub=str(folder))):
+        found, _ = load_conversations([source], mode="keep")
+        assert [(c.messages, c.tools) for c in found] == expected
 
 
 def test_conversations_and_documents_survive_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spec_train.assets import asset_path, resolve_path
-from spec_train.data.prompts import load_conversations, split_held_out
+from spec_train.data.prompts import load_conversations, split_conversations
 from spec_train.errors import UserError
 from spec_train.evaluation.suites import bundled_suites, load_suite, read_suite, suite_facts
 from spec_train.recipe import BUNDLED_SUITES, Source
@@ -162,8 +162,8 @@ def test_unknown_or_broken_suites(tmp_path: Path) -> None:
 def test_the_prompts_that_the_quickstart_trains_on_leave_sixty_untouched() -> None:
     conversations, dropped = load_conversations([Source(path="asset:data/gsm8k.jsonl", category="math")])
     assert not dropped
-    training, held_out = split_held_out(conversations, 60, seed=0)
-    assert (len(training), len(held_out)) == (1259, 60)
+    splits = split_conversations(conversations, held_out=60, validation=0, seed=0)
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 1259, "validation": 0, "held_out": 60}
 
 
 def test_assets_are_found_in_a_clone_and_in_the_wheel_layout(tmp_path: Path) -> None:

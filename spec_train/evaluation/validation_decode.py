@@ -1,4 +1,4 @@
-"""A real decode of a few held-out prompts in the middle of training, beside the estimate that predicts it.
+"""A real decode of a few validation prompts in the middle of training, beside the estimate that predicts it.
 
 Plain and speculative decoding are greedy and give the same text, so two figures of it must agree: the acceptance
 length that decoding measured, and the renewal estimate on the very same answers. In float32 they agree to the last
@@ -28,7 +28,7 @@ from spec_train.speculators.base import Speculator
 from spec_train.target import TargetModel
 
 
-class HeldOutDecode:
+class ValidationDecode:
     """Decodes the prompts of the first `num_prompts` documents with K = `num_draft_tokens`, `max_new_tokens` each.
 
     Called with a checkpoint directory it loads the speculator as evaluation does, so the weights in training are not
