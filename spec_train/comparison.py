@@ -195,7 +195,7 @@ def _budget(run: Run, comparison: Comparison, first: Run) -> Budget:
     parameters = sum(p.numel() for p in speculator.parameters() if p.requires_grad)
     tokens = comparison.tokens or (comparison.seconds or 0) * _tokens_per_second(run, speculator, documents)
     supervised = sum(document.num_response_tokens for document in documents)
-    per_step = supervised / len(_plan(run, [len(document.input_ids) for document in documents]))
+    per_step = supervised / _steps_an_epoch(run, documents)
     budget = Budget(parameters, max(1, round(tokens / per_step)))
     run.directory.mkdir(parents=True, exist_ok=True)
     atomic_write_json(file, asdict(budget))
@@ -228,13 +228,19 @@ def _tokens_per_second(run: Run, speculator: Speculator, documents: list[Documen
     return statistics.median(float(json.loads(line)["tokens_per_second"]) for line in lines[SKIPPED_STEPS:])
 
 
-def _plan(run: Run, lengths: Sequence[int]) -> list[Any]:
-    """The optimiser steps of one pass over the data."""
-    from spec_train.training.trainer import StepPlan
+def _steps_an_epoch(run: Run, documents: list[Document]) -> int:
+    from spec_train.data.batches import plan_epoch
 
     section = run.recipe.train
-    plan = StepPlan(tuple(lengths), section.micro_batch_tokens, run.training_seed, section.grad_accum_steps)
-    return plan.epoch(0)
+    steps = plan_epoch(
+        [len(document.input_ids) for document in documents],
+        [document.num_response_tokens for document in documents],
+        micro_batch_tokens=section.micro_batch_tokens,
+        seed=run.training_seed,
+        epoch=0,
+        per_step=section.grad_accum_steps,
+    )
+    return len(steps)
 
 
 def _earlier(file: Path) -> dict[str, Any] | None:

@@ -144,6 +144,7 @@ def _memory(run: Run, head: Speculator) -> Check:
     device. The last is an estimate, and documents may all be shorter, so it alone fails no recipe."""
     import torch
 
+    from spec_train.data.batches import row_shape
     from spec_train.training.memory import HEAD_WIDTHS, MARGIN, StepShape, activation_bytes
 
     target, recipe = run.target(), run.recipe
@@ -153,8 +154,7 @@ def _memory(run: Run, head: Speculator) -> Check:
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + weights
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    width = min(recipe.data.max_length, target.max_length)
-    rows = max(1, recipe.train.micro_batch_tokens // width)
+    rows, width = row_shape(min(recipe.data.max_length, target.max_length), recipe.train.micro_batch_tokens)
     online = recipe.features.mode == "online"
     shape = StepShape(rows, width, online, run.torch_dtype, recipe.train.precision)
     try:

@@ -1,7 +1,8 @@
 """Packing: which documents share a micro-batch, and the tensors they become.
 
 Shape legend: B rows, T tokens in a row, t tokens of one document, A aux layers, H hidden size.
-A plan is a list of micro-batches, a micro-batch a list of rows, a row the indices of the documents packed into it.
+A plan is a list of optimiser steps, a step a list of micro-batches, a micro-batch a list of rows, a row the indices of
+the documents packed into it.
 """
 
 from __future__ import annotations
@@ -24,61 +25,134 @@ if TYPE_CHECKING:
 Rows = list[list[int]]
 Normalization = Literal["token", "sequence"]
 
-WINDOW_MICRO_BATCHES = 16  # documents are sorted by length only inside a window, so that the order stays random
+WINDOW_STEPS = 32  # about so many steps share a window: documents are sorted by length only inside it
+WIDE = 1024  # rows up to this width have room for two of their longest documents, see row_shape
 
 
 def plan_epoch(
-    lengths: Sequence[int], *, micro_batch_tokens: int, seed: int, epoch: int, multiple_of: int = 1
-) -> list[Rows]:
-    """The micro-batches of one epoch, each document in exactly one of them.
+    lengths: Sequence[int],
+    supervised: Sequence[int],
+    *,
+    micro_batch_tokens: int,
+    seed: int,
+    epoch: int,
+    per_step: int = 1,
+) -> list[list[Rows]]:
+    """The optimiser steps of one epoch, each document in exactly one of them. A step is `per_step` micro-batches.
 
     lengths             tokens of each document, at least 1
+    supervised          tokens of each document that count in the loss
     micro_batch_tokens  the most rows x width of a micro-batch; a longer document gets a micro-batch of its own
-    multiple_of         gradient accumulation steps x processes. An optimiser step takes that many consecutive
-                        micro-batches, so the plan is filled up to a multiple of it with empty ones (`[]`), which
-                        build_batch turns into work of weight zero: every process takes part in every step.
+    per_step            gradient accumulation steps x processes. A step without documents for so many has empty
+                        micro-batches (`[]`), which build_batch turns into work of weight zero: every process takes part
+                        in every step.
+
+    Steps are of like size, the last one too: a loss is a mean over a step, so a token of a small step would weigh more.
+    The documents of a window are dealt out to as few steps as hold them, in groups of like length, one of each group
+    to every step, and the most supervised document of a group to the step that has the least. Documents that do not
+    fit into a row beside others, or hold a large part of a step's supervised tokens, leave differences.
 
     Depends on nothing but its arguments, so a resumed run sees the very same epoch.
     """
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise UserError(f"document {index} has no tokens; leave it out of the data")
     rng = random.Random(f"plan {seed} {epoch}")
+    capacity = per_step * micro_batch_tokens
+    steps: list[_Step] = []
+    for window in _windows(lengths, WINDOW_STEPS * capacity, rng):
+        count = -(-sum(min(lengths[index], micro_batch_tokens) for index in window) // capacity)
+        while (dealt := _deal(window, count, lengths, supervised, micro_batch_tokens, per_step, rng)) is None:
+            count += 1
+        steps.extend(dealt)
+    rng.shuffle(steps)
+    return [step.micro_batches(rng) for step in steps]
+
+
+def row_shape(length: int, micro_batch_tokens: int) -> tuple[int, int]:
+    """Rows of a micro-batch, and their width at most, where `length` is the longest document in it.
+
+    A row as wide as its longest document rarely holds two of like length, and every fifth token becomes padding, so
+    short ones get rows for two. Long ones do not: attention grows with the width.
+    """
+    rows = max(1, micro_batch_tokens // (2 * length if 2 * length <= WIDE else length))
+    return rows, max(length, micro_batch_tokens // rows)
+
+
+def _windows(lengths: Sequence[int], window_tokens: int, rng: random.Random) -> list[list[int]]:
+    """All documents in random order, cut into windows of equal tokens, `window_tokens` or up to twice as many."""
     order = list(range(len(lengths)))
     rng.shuffle(order)
-    plan: list[Rows] = []
-    window: list[int] = []
-    window_tokens = 0
+    total, before = sum(lengths), 0
+    windows: list[list[int]] = [[] for _ in range(max(1, total // window_tokens))]
     for index in order:
-        if lengths[index] < 1:
-            raise UserError(f"document {index} has no tokens; leave it out of the data")
-        window.append(index)
-        window_tokens += lengths[index]
-        if window_tokens >= WINDOW_MICRO_BATCHES * micro_batch_tokens:
-            plan.extend(_pack_window(window, lengths, micro_batch_tokens))
-            window, window_tokens = [], 0
-    plan.extend(_pack_window(window, lengths, micro_batch_tokens))
-    rng.shuffle(plan)
-    plan.extend([] for _ in range(-len(plan) % multiple_of))
-    return plan
+        windows[before * len(windows) // total].append(index)
+        before += lengths[index]
+    return [window for window in windows if window]  # one document may be longer than a window
 
 
-def _pack_window(window: list[int], lengths: Sequence[int], micro_batch_tokens: int) -> list[Rows]:
-    """First-fit decreasing: the longest document left sets the width of a micro-batch, shorter ones fill its rows."""
-    waiting = sorted(window, key=lambda index: -lengths[index])
-    micro_batches = []
-    while waiting:
-        width = lengths[waiting[0]]
-        rows: Rows = [[] for _ in range(max(1, micro_batch_tokens // width))]
-        free = [width] * len(rows)
-        left = []
-        for index in waiting:
-            row = next((r for r, space in enumerate(free) if space >= lengths[index]), None)
-            if row is None:
-                left.append(index)
-            else:
-                rows[row].append(index)
-                free[row] -= lengths[index]
-        micro_batches.append([row for row in rows if row])
-        waiting = left
-    return micro_batches
+def _deal(
+    window: list[int],
+    count: int,
+    lengths: Sequence[int],
+    supervised: Sequence[int],
+    micro_batch_tokens: int,
+    per_step: int,
+    rng: random.Random,
+) -> list[_Step] | None:
+    """The documents of a window in `count` steps of like size; None where they do not fit."""
+    by_length = sorted(window, key=lambda index: -lengths[index])
+    groups = [by_length[start : start + count] for start in range(0, len(by_length), count)]
+    steps = [_Step(per_step, micro_batch_tokens) for _ in range(count)]
+    for place, group in enumerate(groups):
+        rng.shuffle(group)
+        rng.shuffle(steps)
+        # Every other group stays shuffled: where one window holds all documents, epochs would else put the same ones
+        # together. The last group evens out.
+        if (len(groups) - place) % 2:
+            group.sort(key=lambda index: -supervised[index])
+            steps.sort(key=lambda step: step.supervised)
+        for index, step in zip(group, steps, strict=False):  # the last group may be smaller
+            if step.add(index, lengths[index], supervised[index]):
+                continue
+            others = sorted(steps, key=lambda step: step.supervised)
+            if not any(other.add(index, lengths[index], supervised[index]) for other in others):
+                return None
+    return steps
+
+
+class _Step:
+    """An optimiser step that is being filled, longest documents first: each goes to the fullest row with room for it
+    in the first micro-batch that has one, or opens the next micro-batch."""
+
+    def __init__(self, per_step: int, micro_batch_tokens: int) -> None:
+        self.per_step, self.micro_batch_tokens = per_step, micro_batch_tokens
+        self.supervised = 0
+        self._rows: list[Rows] = []  # by micro-batch, rows that are still empty included
+        self._free: list[list[int]] = []  # tokens left in each of these rows
+
+    def add(self, index: int, length: int, supervised: int) -> bool:
+        """Put the document in where it fits, and say whether it did."""
+        place = next((place for place, free in enumerate(self._free) if max(free) >= length), len(self._free))
+        if place == self.per_step:
+            return False
+        if place == len(self._free):
+            rows, width = row_shape(length, self.micro_batch_tokens)
+            self._rows.append([[] for _ in range(rows)])
+            self._free.append([width] * rows)
+        free = self._free[place]
+        row = min((row for row, space in enumerate(free) if space >= length), key=lambda row: free[row])
+        self._rows[place][row].append(index)
+        free[row] -= length
+        self.supervised += supervised
+        return True
+
+    def micro_batches(self, rng: random.Random) -> list[Rows]:
+        """`per_step` of them in random order, so that no process always has the longest documents, or none."""
+        found: list[Rows] = [[row for row in rows if row] for rows in self._rows]
+        found += [[] for _ in range(self.per_step - len(found))]
+        rng.shuffle(found)
+        return found
 
 
 def build_batch(

@@ -49,7 +49,8 @@ class NonFiniteError(RunFailure):
 class TrainResult:
     """What a finished run leaves: the checkpoints to use, and what it cost. `peak_memory` in bytes: of the GPU, or of
     the process on the CPU. `best_value` is None where there was nothing to choose on; `start_value` is the same metric
-    of the trained head that training went on from, None for a fresh one."""
+    of the trained head that training went on from, None for a fresh one. `smallest_step_tokens` and
+    `largest_step_tokens`: supervised tokens of optimiser steps, over one epoch."""
 
     steps: int
     best_checkpoint: str
@@ -60,6 +61,8 @@ class TrainResult:
     trained_tokens: int
     seconds: float
     peak_memory: int
+    smallest_step_tokens: int
+    largest_step_tokens: int
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,25 @@ class StepPlan:
     """Which micro-batches make up each optimiser step: a pure function of the step."""
 
     lengths: tuple[int, ...]
+    supervised: tuple[int, ...]  # tokens of each document that count
     micro_batch_tokens: int
     seed: int
     per_step: int  # grad_accum_steps x processes
 
     def epoch(self, epoch: int) -> list[list[Rows]]:
         """The optimiser steps of one epoch, each a list of `per_step` micro-batches."""
-        plan = plan_epoch(
+        return plan_epoch(
             self.lengths,
+            self.supervised,
             micro_batch_tokens=self.micro_batch_tokens,
             seed=self.seed,
             epoch=epoch,
-            multiple_of=self.per_step,
+            per_step=self.per_step,
         )
-        return [plan[start : start + self.per_step] for start in range(0, len(plan), self.per_step)]
+
+    def step_tokens(self) -> list[int]:
+        """Supervised tokens of each optimiser step of the first epoch."""
+        return [sum(self.supervised[index] for rows in step for row in rows for index in row) for step in self.epoch(0)]
 
     def total_steps(self, epochs: int, max_steps: int | None) -> int:
         """`max_steps` where given (passing over the data as often as that takes), else what `epochs` passes need."""
@@ -138,6 +146,7 @@ def train(
     run = _Run(accelerator, documents, validation, provider, optim, train, seed, depths, output_dir, sampled)
     state = run.start_or_resume(speculator)
     run.wrap(speculator)
+    run.say_step_sizes()
     config = {**run_config, "world_size": accelerator.num_processes, "total_steps": run.total_steps}
     log = RunLog(accelerator, output_dir / "log.jsonl", state, run.total_steps, train.trackers, config)
     clock = Clock(state.seconds)
@@ -192,13 +201,16 @@ class _Run:
         self.output_dir, self.root = output_dir, output_dir / "checkpoints"
         self.metric = f"renewal@{num_draft_tokens[0]}"
         lengths = tuple(len(document.input_ids) for document in documents)
+        supervised = tuple(document.num_response_tokens for document in documents)
         per_step = train.grad_accum_steps * accelerator.num_processes
-        self.plan = StepPlan(lengths, train.micro_batch_tokens, seed, per_step)
+        self.plan = StepPlan(lengths, supervised, train.micro_batch_tokens, seed, per_step)
+        self.step_tokens = self.plan.step_tokens()
         self.total_steps = self.plan.total_steps(train.epochs, train.max_steps)
 
     def start_or_resume(self, speculator: Speculator) -> ckpt.TrainState:
         """A fresh state, or that of the latest checkpoint with its weights loaded. Raises UserError on a mismatch."""
-        identity = hashlib.sha256(json.dumps([[d.id, len(d.input_ids)] for d in self.documents]).encode()).hexdigest()
+        sizes = zip(self.documents, self.plan.lengths, self.plan.supervised, strict=True)
+        identity = hashlib.sha256(json.dumps([[d.id, *counts] for d, *counts in sizes]).encode()).hexdigest()
         plan = {
             "documents": identity,
             "seed": self.seed,
@@ -229,6 +241,15 @@ class _Run:
             ckpt.clear_leftovers(self.root)
             ckpt.mark_best(self.root, state, self.metric)
         return state
+
+    def say_step_sizes(self) -> None:
+        """One line: a loss is a mean over a step, so in steps of unlike size tokens weigh unlike."""
+        least, most = min(self.step_tokens), max(self.step_tokens)
+        line = f"train: {len(self.step_tokens)} steps an epoch, of {least:,} to {most:,} supervised tokens"
+        if most > 2 * least:
+            line += "; larger train.micro_batch_tokens or train.grad_accum_steps bring them closer together"
+        if self.accelerator.is_main_process:
+            Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
     def wrap(self, speculator: Speculator) -> None:
         """Hand the module to the engine and restore the optimiser. The engines change it in place."""
@@ -326,17 +347,18 @@ class _Run:
         accelerator = self.accelerator
         plan = plan_epoch(
             [len(document.input_ids) for document in self.validation],
+            [document.num_response_tokens for document in self.validation],
             micro_batch_tokens=self.settings.micro_batch_tokens,
             seed=0,
             epoch=0,
-            multiple_of=accelerator.num_processes,
+            per_step=accelerator.num_processes,
         )
         self.model.eval()
         deepest = max(self.num_draft_tokens)
         hits, drawn = list[ResponseHits](), list[ResponseHits]()
         with parallel.gathered(accelerator, self.model):
-            for rows in plan[accelerator.process_index :: accelerator.num_processes]:
-                batch = self.provider(self._batch(self.validation, rows))
+            for micro_batches in plan:
+                batch = self.provider(self._batch(self.validation, micro_batches[accelerator.process_index]))
                 hits += self.speculator.draft_hits(batch, deepest)
                 if self.sampled is not None:
                     drawn += self.speculator.draft_hits(self.sampled.add_probs(batch), deepest, self.sampled.drawn)
@@ -394,6 +416,8 @@ class _Run:
             trained_tokens=state.trained_tokens,
             seconds=state.seconds,
             peak_memory=peak_memory(self.accelerator.device),
+            smallest_step_tokens=min(self.step_tokens),
+            largest_step_tokens=max(self.step_tokens),
         )
         if self.accelerator.is_main_process:
             atomic_write_json(self.output_dir / "result.json", asdict(result))

@@ -61,17 +61,23 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process that accumulates two micro-batches."""
     output_dir = tmp_path_factory.mktemp("single")
     result = toy_train(output_dir, grad_accum_steps=2, decode=mean_weight)
-    assert result.steps == 12  # 11 micro-batches an epoch: the last window of each lacks one
+    assert result.steps == 10
     return output_dir
 
 
 def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
-    """Each epoch ends with a window in which one process has no work."""
     launch("cpu", [], tmp_path / "run", trackers=["tensorboard"])
     assert_same_training(single, tmp_path / "run", 1e-5)
     # One tracker run in all, not one a process.
     events = list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1
+
+
+def test_a_process_without_work_takes_part(tmp_path: Path) -> None:
+    """All documents of an epoch fit into one micro-batch."""
+    toy_train(tmp_path / "one", grad_accum_steps=2, micro_batch_tokens=1024, decode=mean_weight)
+    launch("cpu", [], tmp_path / "two", micro_batch_tokens=1024)
+    assert_same_training(tmp_path / "one", tmp_path / "two", 1e-5)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

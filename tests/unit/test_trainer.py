@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,25 @@ def test_max_steps_goes_on_over_several_passes(tmp_path: Path) -> None:
     lines = log_lines(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["epoch"] > 1
+
+
+def test_steps_are_of_like_size_and_the_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of 6 to 20 tokens, answers of 2 to 12, in micro-batches of 200."""
+    draw = random.Random(0)
+    documents = []
+    for place in range(300):
+        prompt, answer = draw.randint(6, 20), draw.randint(2, 12)
+        ids = [draw.randrange(23) for _ in range(prompt + answer)]
+        documents.append(Document(f"doc-{place}", ids, [(prompt, prompt + answer)]))
+    result = toy_train(tmp_path, documents=documents, micro_batch_tokens=200, epochs=1, held_out=0)
+    tokens = [int(line["tokens"]) for line in log_lines(tmp_path)]
+    assert max(tokens) <= 1.3 * min(tokens)
+    assert (result.smallest_step_tokens, result.largest_step_tokens) == (min(tokens), max(tokens))
+    assert f"train: {len(tokens)} steps an epoch, of {min(tokens)} to {max(tokens)} supervised tokens" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    toy_train(tmp_path / "long", documents=answers(16, 2), micro_batch_tokens=16, epochs=1, held_out=0)
+    assert "of 2 to 16 supervised tokens; larger train.micro_batch_tokens" in capsys.readouterr().err
 
 
 def test_another_run_is_not_resumed(tmp_path: Path) -> None:
