@@ -1,0 +1,325 @@
+"""Where the target's own text lies in a rendered chat, and whether all that a row says stands in it.
+
+A turn begins where its prompt ends: the messages before it, rendered with the generation prompt, are the beginning of
+the whole chat in nearly every template. It ends with the token that the target stops at, before the next turn begins.
+Where a template renders earlier turns otherwise than the last one (thoughts that it strips, tools that it moves), the
+turn is found by putting a mark in its place, or in the next turn's, and looking how far the two texts agree.
+
+What a row holds and the render does not is never kept in silence: the row is dropped and the reason says which.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from spec_train.data.chat_template import ChatTemplate, common_prefix
+from spec_train.data.rows import DropReason, Message, decoded
+
+# Marks around a thought that stands in the text of an answer.
+_THOUGHT_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thought>", "</thought>"),
+)
+STRIPPED_THOUGHTS = "thoughts of earlier turns that the chat template leaves out"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One rendered chat and its tokens. `starts`, `ends`: the characters of each token, half open."""
+
+    text: str
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str) -> Rendered:
+        """Tokenise once, without special tokens of the tokenizer's own."""
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts, ends = [], []
+        previous = 0
+        for start, end in encoding["offset_mapping"]:
+            # Some tokenizers leave a token's blanks out of its offsets: what lies between two tokens belongs to the
+            # second.
+            starts.append(min(start, previous) if not text[previous:start].strip() else start)
+            ends.append(end)
+            previous = max(previous, end)
+        return cls(text, list(encoding["input_ids"]), starts, ends)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens that lie within characters [start, end). One that reaches over an edge is in neither side: the
+        target, which sees the prompt's own tokens, would not write it."""
+        first = bisect_left(self.starts, start)
+        while first < len(self.ids) and self.ends[first] <= start:
+            first += 1
+        last = first
+        while last < len(self.ids) and self.ends[last] <= end:
+            last += 1
+        return first, last
+
+
+def turn_spans(
+    chat: ChatTemplate,
+    messages: Sequence[Message],
+    supervised: Sequence[int],
+    rendered: Rendered,
+    stop_ids: Set[int],
+    notes: Counter[str],
+) -> list[tuple[int, int]] | DropReason:
+    """Token spans of the assistant turns `supervised` (indices of messages), or why the row cannot be used.
+
+    `stop_ids`: tokens that end every answer. `notes` counts what is kept although the template leaves some of it out.
+    """
+    missing = missing_text(chat, messages, rendered.text, notes, skip=supervised)
+    if missing is not None:
+        return missing
+    spans: list[tuple[int, int]] = []
+    for index in supervised:
+        span = _turn_span(chat, messages, index, rendered, stop_ids, notes)
+        if isinstance(span, DropReason):
+            return span
+        if spans and span[0] < spans[-1][1]:
+            return DropReason("two assistant turns cannot be told apart in the rendered chat")
+        if span[0] < span[1]:
+            spans.append(span)
+    return spans
+
+
+def missing_text(
+    chat: ChatTemplate, messages: Sequence[Message], text: str, notes: Counter[str], skip: Sequence[int] = ()
+) -> DropReason | None:
+    """The reason to drop a chat whose `text` lacks some of what its messages (but `skip`) say."""
+    for index, message in enumerate(messages):
+        if index in skip:
+            continue
+        found = _find_message(message, text, 0, len(text))
+        reason = _reason(chat, message, found.missing, True, notes)
+        if reason is not None:
+            return reason
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ one turn
+
+
+def _turn_span(
+    chat: ChatTemplate,
+    messages: Sequence[Message],
+    index: int,
+    rendered: Rendered,
+    stop_ids: Set[int],
+    notes: Counter[str],
+) -> tuple[int, int] | DropReason:
+    message, text = messages[index], rendered.text
+    start = _turn_start(chat, messages, index, text)
+    if start is None:
+        return DropReason("an assistant turn cannot be found in the rendered chat")
+    limit = _turn_limit(chat, messages, index, text, start)
+    if limit is None:
+        return DropReason("the end of an assistant turn cannot be found in the rendered chat")
+    right, exact = limit
+    found = _find_message(message, text, start, right)
+    reason = _reason(chat, message, found.missing, index + 1 < len(messages), notes)
+    if reason is not None:
+        return reason
+    first, _ = rendered.span(start, start)
+    ending = _ending(chat, rendered, found.end, right, exact, stop_ids)
+    if ending is not None:
+        stops = stop_ids | ({chat.edges.end} if chat.edges.end is not None else set())
+        if inside := next((token for token in rendered.ids[first : ending - 1] if token in stops), None):
+            return DropReason(f"an answer holds {chat.tokenizer.decode([inside])}, which ends the target's answers")
+        return first, ending
+    # Nothing but text follows: what the template puts between turns is not the target's.
+    tail = chat.edges.tail
+    if exact and tail and text.endswith(tail, found.end, right):
+        end = right - len(tail)
+    elif message.get("tool_calls"):
+        if not exact:
+            return DropReason("the end of an assistant turn cannot be found in the rendered chat")
+        end = max(found.end, start + len(text[start:right].rstrip()))
+    else:
+        end = found.end
+    return rendered.span(start, end)
+
+
+def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, text: str) -> int | None:
+    """Where the target begins to write turn `index`; None where that cannot be told."""
+    edges = chat.edges
+    for with_tools in (True, False) if chat.tools else (True,):
+        prompt = chat.try_text(messages[:index], add_generation_prompt=True, with_tools=with_tools)
+        for extra in ("", *edges.extras):
+            if prompt is not None and prompt.endswith(extra) and text.startswith(prompt[: len(prompt) - len(extra)]):
+                return len(prompt) - len(extra)
+    # The chat before this turn reads otherwise when more follows: put a mark in its place.
+    mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
+    plain = {"role": "assistant", "content": mark}
+    calls = {key: messages[index][key] for key in ("tool_calls",) if key in messages[index]}
+    for turn in ({**plain, **calls}, plain) if calls else (plain,):
+        marked = chat.try_text([*messages[:index], turn, *messages[index + 1 :]])
+        if marked is None or marked.count(mark) != 1:
+            continue
+        place = marked.index(mark)
+        header = marked.rfind(edges.header, 0, place) if edges.header else -1
+        start = header + len(edges.header) if header >= 0 else place - len(edges.lead)
+        if start < 0 or common_prefix(text, marked) < start:
+            continue
+        supplied = next((extra for extra in edges.extras if text.startswith(extra, start)), "")
+        return start + len(supplied)
+    return None
+
+
+def _turn_limit(
+    chat: ChatTemplate, messages: Sequence[Message], index: int, text: str, start: int
+) -> tuple[int, bool] | None:
+    """(a character that turn `index` does not reach beyond, whether it is exactly where the next turn begins).
+
+    Where it is not exact, the next turn's header lies before it. None where no such place can be told.
+    """
+    if index + 1 == len(messages):
+        return len(text), True
+    upto = chat.try_text(messages[: index + 1])
+    if upto is not None and len(upto) >= start and text.startswith(upto):
+        return len(upto), True
+    following = messages[index + 1]
+    mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
+    marked_turn = {key: value for key, value in following.items() if key not in ("parts", "reasoning_content")}
+    marked = chat.try_text([*messages[: index + 1], {**marked_turn, "content": mark}, *messages[index + 2 :]])
+    if marked is not None and mark in marked:
+        return max(start, common_prefix(text, marked)), False
+    return None
+
+
+def _ending(
+    chat: ChatTemplate, rendered: Rendered, after: int, right: int, exact: bool, stop_ids: Set[int]
+) -> int | None:
+    """The token index behind the token that ends a turn, looked for from character `after` up to `right`."""
+    ends = stop_ids | {token for token in (chat.edges.end, chat.edges.inner_end) if token is not None}
+    first, last = rendered.span(after, right)
+    for place in range(first, last):
+        if rendered.ids[place] in ends:
+            return place + 1
+    if not exact:
+        return None
+    known = chat.tokenizer.added_tokens_decoder
+    for place in reversed(range(first, last)):
+        if rendered.ids[place] in known:
+            return place + 1
+    # Some families have no ending of their own: they stop by writing the next turn's header.
+    if last < len(rendered.ids) and rendered.starts[last] == right and rendered.ids[last] in stop_ids:
+        return last + 1
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ the guard
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where the last piece of a message ends, and which kinds of pieces are missing."""
+
+    end: int
+    missing: tuple[str, ...]
+
+
+def _find_message(message: Message, text: str, start: int, end: int) -> _Found:
+    """Look for all that a message says in text[start:end]: thought, content, calls."""
+    place, missing = start, []
+    thought, content = message.get("reasoning_content", ""), message["content"]
+    if message["role"] == "assistant" and content.strip() and _find(content, text, start, start, end) is None:
+        inline, content = _split_thought(content)
+        thought = "\n".join(part for part in (thought, inline) if part)
+    parts = message.get("parts") or [content]
+    if message["role"] == "tool" and _find(content, text, start, start, end) is None:
+        parts = list(_leaves(decoded(content)))  # results that are JSON may be printed in another way
+    pieces: list[tuple[str, list[str]]] = [("thought", [thought]), ("text", parts)]
+    pieces += [("call", list(_call_pieces(call, text))) for call in message.get("tool_calls", [])]
+    for kind, parts in pieces:
+        for part in parts:
+            found = _find(part, text, place, start, end)
+            if found is None:
+                missing.append(kind)
+                break
+            place = max(place, found)
+    return _Found(place, tuple(missing))
+
+
+def _reason(
+    chat: ChatTemplate, message: Message, missing: Sequence[str], is_earlier: bool, notes: Counter[str]
+) -> DropReason | None:
+    """Why a message whose render lacks `missing` cannot be kept. Thoughts of earlier turns that the template prints
+    elsewhere are left out on purpose, and counted."""
+    for kind in missing:
+        if kind == "thought":
+            on_purpose = not message.get("reasoning_content") or chat.prints_thoughts(message)
+            if is_earlier and on_purpose:
+                notes[STRIPPED_THOUGHTS] += 1
+                continue
+            return DropReason("the chat template leaves out the thought (reasoning) of an assistant turn")
+        if kind == "call":
+            return DropReason("the chat template leaves out a tool call, or some of its arguments")
+        return DropReason(f"the chat template leaves out or changes the text of a turn of role {message['role']}")
+    return None
+
+
+def _split_thought(content: str) -> tuple[str, str]:
+    """(thought, answer) of a text that begins with a thought between known marks; ("", content) of any other."""
+    for opening, closing in _THOUGHT_MARKS:
+        thought, mark, answer = content.rpartition(closing)
+        if mark:
+            return thought.strip().removeprefix(opening).strip(), answer
+    return "", content
+
+
+def _call_pieces(call: dict[str, Any], text: str) -> Iterator[str]:
+    function = call["function"]
+    yield function["name"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str) and (whole := json.dumps(arguments, ensure_ascii=False)) in text:
+        yield whole
+    else:
+        yield from _leaves(arguments)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Keys and values of nested arguments, as text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield value
+    else:
+        yield json.dumps(value)
+
+
+_PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
+
+
+def _find(piece: str, text: str, place: int, start: int, end: int) -> int | None:
+    """Where `piece` ends in text[start:end], looked for from `place` on first; None where it does not stand there.
+    Blanks around it do not count, and it may be written as in JSON."""
+    piece = piece.strip()
+    if not piece:
+        return place
+    forms = [piece]
+    if piece in _PYTHON_WORDS:
+        forms.append(_PYTHON_WORDS[piece])
+    else:
+        forms += [json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]]
+    for begin in (place, start):
+        for form in dict.fromkeys(forms):
+            at = text.find(form, begin, end)
+            if at >= 0:
+                return at + len(form)
+    return None
