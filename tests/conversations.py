@@ -82,7 +82,10 @@ class _Writer:
         self.calls += 1
         arguments: dict[str, Any] = {"a": self.text()}
         if self.kind == "nested arguments":
-            inner = {"deep": [{"x": self.word(), "n": 3, "f": 0.5}, [], None, True], "text": 'say "' + self.word() + '"'}
+            inner = {
+                "deep": [{"x": self.word(), "n": 3, "f": 0.5}, [], None, True],
+                "text": 'say "' + self.word() + '"',
+            }
             arguments = {"a": inner, "b": [self.word(), {}], "c": "line\nbreak " + self.word()}
         name = self.random.choice(("add", "look_up"))
         function = {"name": name, "arguments": arguments}
@@ -169,9 +172,9 @@ def differences(
             if place is None:
                 found.append(f"turn {index}: its place cannot be told")
                 continue
-            first, least, most = _tokens(encoded["offset_mapping"], place)
+            earliest, first, least, most = _tokens(encoded["offset_mapping"], place)
             needed.update(range(first, least))
-            allowed.update(range(first, most))
+            allowed.update(range(earliest, most))
     supervised = [index for start, end in document.spans for index in range(start, end)]
     if len(set(supervised)) != len(supervised):
         found.append("a token is supervised twice")
@@ -182,13 +185,14 @@ def differences(
 
 @dataclass
 class _Place:
-    """Characters that the target writes: from `start` to an end of at least `least` and at most `most`. `inside`:
-    the prompt ends before `start` with other text, so that a token across `start` is the target's own."""
+    """Characters that the target writes: from `start` to an end of at least `least` and at most `most`. `earliest` is
+    before `start` where the prompt goes on with other text (a thought that history drops): texts that part within a
+    token, or share its first letters by chance, part at the token."""
 
+    earliest: int
     start: int
     least: int
     most: int
-    inside: bool
 
 
 class _Rendering:
@@ -199,9 +203,7 @@ class _Rendering:
     def text(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         return str(
-            self.tokenizer.apply_chat_template(
-                plain, tools=self.tools, tokenize=False, add_generation_prompt=prompt
-            )
+            self.tokenizer.apply_chat_template(plain, tools=self.tools, tokenize=False, add_generation_prompt=prompt)
         )
 
     def written(self, whole: str, index: int, stops: tuple[str, ...]) -> _Place | None:
@@ -216,7 +218,9 @@ class _Rendering:
         tail = prompt[prompt.index(anchor) :]
         behind = whole.index(anchor)
         shared = _shared(tail, whole[behind:])
-        start = behind + shared
+        start = earliest = behind + shared
+        while shared < len(tail) and earliest > behind and whole[earliest - 1] not in ">]\n":
+            earliest -= 1
         bound = len(whole)
         if index + 1 < len(self.messages):
             bound = whole.find(self.messages[index + 1]["content"].split()[0], start)
@@ -224,10 +228,10 @@ class _Rendering:
                 return None
         ends = [whole.index(stop, start) + len(stop) for stop in stops if stop in whole[start:bound]]
         if ends:
-            return _Place(start, min(ends), min(ends), shared < len(tail))
+            return _Place(earliest, start, min(ends), min(ends))
         words = [word for word in _words(self.messages[index]) if word in whole[start:bound]]
         least = max((whole.index(word, start) + len(word) for word in words), default=start)
-        return _Place(start, least, max(least, self._most(whole, index, least)), shared < len(tail))
+        return _Place(earliest, start, least, max(least, self._most(whole, index, least)))
 
     def _most(self, whole: str, index: int, least: int) -> int:
         """Up to where the text behind a turn is the same, whatever follows it; a token of the template's that stands
@@ -247,10 +251,14 @@ class _Rendering:
         return max([most, *(whole.index(t, least) + len(t) for t in inside)])
 
 
-def _tokens(offsets: list[tuple[int, int]], place: _Place) -> tuple[int, int, int]:
-    """(first token, least end, most end). A token that the prompt's own text begins cannot be the target's."""
+def _tokens(offsets: list[tuple[int, int]], place: _Place) -> tuple[int, int, int, int]:
+    """(earliest first token, first, least end, most end). A token that the prompt's own text begins is not the target's,
+    one that begins where the texts part is."""
     first = next((i for i, (start, end) in enumerate(offsets) if start >= place.start and end > start), len(offsets))
-    if place.inside and first > 0 and offsets[first - 1][1] > place.start:
+    earliest = first
+    while earliest > 0 and offsets[earliest - 1][0] >= place.earliest:
+        earliest -= 1
+    if earliest < first and offsets[first - 1][1] > place.start:
         first -= 1
     least = first
     while least < len(offsets) and offsets[least][1] <= place.least:
@@ -258,7 +266,7 @@ def _tokens(offsets: list[tuple[int, int]], place: _Place) -> tuple[int, int, in
     most = least
     while most < len(offsets) and offsets[most][0] < place.most:
         most += 1
-    return first, least, most
+    return earliest, first, least, most
 
 
 def _texts_to_be_kept(messages: list[dict[str, Any]]) -> list[str]:
