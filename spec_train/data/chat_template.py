@@ -37,6 +37,7 @@ _OWN_ARGUMENTS = {
 }
 _NOT_FOR_TEMPLATES = ("weight", "parts", "reasoning_content")
 _MARKS = "\ue000\ue001"
+_PRINTED_LIST = re.compile(rf"""["']text["']\s*:\s*["']{_MARKS[0]}""")  # parts printed as the list that they are
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class _Reading:
 
     as_text, as_parts   roles whose content it prints when it comes as a string, and as a list of text parts
     null_call_content   a turn that only calls tools must have null content, else its calls are left out
+    json_arguments      arguments of calls must come as JSON text, and not as objects
     thought_names       under which names it prints the thought of an answer, and of a turn that calls tools
     """
 
     as_text: frozenset[str] = frozenset()
     as_parts: frozenset[str] = frozenset()
     null_call_content: bool = False
+    json_arguments: bool = False
     thought_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
@@ -147,6 +150,8 @@ class ChatTemplate:
             calling = bool(message.get("tool_calls"))
             names = self._reading.thought_names[calling] or THOUGHT_NAMES[0]
             given.update(dict.fromkeys(names, thought))
+        if message.get("tool_calls") and self._reading.json_arguments:
+            given["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
         return given
 
     def _content(self, message: Message) -> Any:
@@ -169,29 +174,29 @@ class ChatTemplate:
 
     def _read(self) -> _Reading:
         mark = _MARKS[0]
-        listed = re.compile(rf"""["']text["']\s*:\s*["']{mark}""")  # a list printed as it is
+        user: Message = {"role": "user", "content": "a"}
+        if mark not in self._probe([{"role": "user", "content": mark}]):
+            user["content"] = [{"type": "text", "text": "a"}]
+        # vLLM gives a call empty text and an object: another form is taken only where that one does not show the call.
+        forms = [("", {}), (None, {}), ("", "{}"), (None, "{}")]
+        content, arguments = next((f for f in forms if mark in self._probe([user, _call(mark, *f)])), forms[0])
+        call = _call("f", content, arguments)
+        before: dict[str, list[Message]] = {"system": [], "user": [], "assistant": [user], "tool": [user, call]}
         as_text, as_parts = set(), set()
-        user = {"role": "user", "content": "a"}
-        asked = {"user": [], "assistant": [user], "system": [], "tool": [user, _call("f", "")]}
-        for role, before in asked.items():
+        for role, asked in before.items():
             after = [user] if role == "system" else []
-            if mark in self._probe([*before, {"role": role, "content": mark}, *after]):
+            if mark in self._probe([*asked, {"role": role, "content": mark}, *after]):
                 as_text.add(role)
-            in_parts = self._probe([*before, {"role": role, "content": [{"type": "text", "text": mark}]}, *after])
-            if mark in in_parts and not listed.search(in_parts):
+            in_parts = self._probe([*asked, {"role": role, "content": [{"type": "text", "text": mark}]}, *after])
+            if mark in in_parts and not _PRINTED_LIST.search(in_parts):
                 as_parts.add(role)
-            if role == "user" and role not in as_text and role in as_parts:
-                user["content"] = [{"type": "text", "text": "a"}]  # type: ignore[assignment]
-        empty, null = (self._probe([user, _call(mark, content)]) for content in ("", None))
+        answer: Message = {"role": "assistant", "content": "b"}
         names = [
-            next(
-                (names for names in THOUGHT_NAMES if mark in self._probe([user, {**turn, **dict.fromkeys(names, mark)}])),
-                (),
-            )
-            for turn in ({"role": "assistant", "content": "b"}, _call("f", "" if mark in empty else None))
+            next((n for n in THOUGHT_NAMES if mark in self._probe([user, {**turn, **dict.fromkeys(n, mark)}])), ())
+            for turn in (answer, call)
         ]
         return _Reading(
-            frozenset(as_text), frozenset(as_parts), mark not in empty and mark in null, (names[0], names[1])
+            frozenset(as_text), frozenset(as_parts), content is None, arguments == "{}", (names[0], names[1])
         )
 
     def _find_edges(self) -> Edges:
@@ -245,10 +250,13 @@ def common_prefix(a: str, b: str) -> int:
     return low
 
 
-def _call(name: str, content: str | None) -> Message:
-    function = {"name": name, "arguments": {}}
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}],
-    }
+def _call(name: str, content: str | None, arguments: Any) -> Message:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

@@ -11,7 +11,7 @@ What a row holds and the render does not is never kept in silence: the row is dr
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -119,15 +119,19 @@ def _turn_span(
     notes: Counter[str],
 ) -> tuple[int, int] | DropReason:
     message, text = messages[index], rendered.text
-    start = _turn_start(chat, messages, index, text)
+    start = _turn_start(chat, messages, index, rendered)
+    is_earlier = index + 1 < len(messages)
     if start is None:
-        return DropReason("an assistant turn cannot be found in the rendered chat")
+        anywhere = _find_message(message, text, 0, len(text))
+        return _reason(chat, message, anywhere.missing, is_earlier, notes) or DropReason(
+            "an assistant turn cannot be found in the rendered chat"
+        )
     limit = _turn_limit(chat, messages, index, text, start)
     if limit is None:
         return DropReason("the end of an assistant turn cannot be found in the rendered chat")
     right, exact = limit
     found = _find_message(message, text, start, right)
-    reason = _reason(chat, message, found.missing, index + 1 < len(messages), notes)
+    reason = _reason(chat, message, found.missing, is_earlier, notes)
     if reason is not None:
         return reason
     first, _ = rendered.span(start, start)
@@ -150,30 +154,71 @@ def _turn_span(
     return rendered.span(start, end)
 
 
-def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, text: str) -> int | None:
+def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, rendered: Rendered) -> int | None:
     """Where the target begins to write turn `index`; None where that cannot be told."""
-    edges = chat.edges
-    for with_tools in (True, False) if chat.tools else (True,):
-        prompt = chat.try_text(messages[:index], add_generation_prompt=True, with_tools=with_tools)
-        for extra in ("", *edges.extras):
-            if prompt is not None and prompt.endswith(extra) and text.startswith(prompt[: len(prompt) - len(extra)]):
-                return len(prompt) - len(extra)
+    text = rendered.text
+    for prompt in _versions(chat, messages[:index], add_generation_prompt=True):
+        for extra in ("", *chat.edges.extras):
+            if prompt.endswith(extra) and text.startswith(prompt[: len(prompt) - len(extra)]):
+                return _behind_prompt(chat, rendered, len(prompt) - len(extra))
     # The chat before this turn reads otherwise when more follows: put a mark in its place.
-    mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
-    plain = {"role": "assistant", "content": mark}
-    calls = {key: messages[index][key] for key in ("tool_calls",) if key in messages[index]}
-    for turn in ({**plain, **calls}, plain) if calls else (plain,):
+    header, lead = chat.edges.header, chat.edges.lead
+    mark = _unused(text)
+    for turn in _marked_turns(messages[index], mark):
         marked = chat.try_text([*messages[:index], turn, *messages[index + 1 :]])
-        if marked is None or marked.count(mark) != 1:
+        if marked is None or mark not in marked:
             continue
         place = marked.index(mark)
-        header = marked.rfind(edges.header, 0, place) if edges.header else -1
-        start = header + len(edges.header) if header >= 0 else place - len(edges.lead)
-        if start < 0 or common_prefix(text, marked) < start:
-            continue
-        supplied = next((extra for extra in edges.extras if text.startswith(extra, start)), "")
-        return start + len(supplied)
+        opening = marked.rfind(header, 0, place) if header else -1
+        start = opening + len(header) if opening >= 0 else place - len(lead)
+        before = messages[index - 1]["content"].strip() if index else ""
+        if max(0, marked.rfind(before, 0, place) + len(before)) <= start <= common_prefix(text, marked):
+            return _behind_prompt(chat, rendered, start)
     return None
+
+
+def _versions(chat: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool = False) -> Iterator[str]:
+    """The beginning of a chat as it may stand in the whole: as it is, or without what templates leave out of earlier
+    turns (the list of tools, thoughts)."""
+    plain = [_without_thought(message) for message in messages]
+    for version in (messages, plain) if plain != list(messages) else (messages,):
+        for with_tools in (True, False) if chat.tools else (True,):
+            text = chat.try_text(version, add_generation_prompt, with_tools)
+            if text is not None:
+                yield text
+
+
+def _without_thought(message: Message) -> Message:
+    if message["role"] != "assistant":
+        return message
+    plain = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**plain, "content": _split_thought(message["content"])[1]}
+
+
+def _behind_prompt(chat: ChatTemplate, rendered: Rendered, start: int) -> int:
+    """Where a turn that begins at `start` parts from what the generation prompt holds, at the edge of a token."""
+    text = rendered.text
+    supplied = max((common_prefix(text[start : start + len(extra)], extra) for extra in chat.edges.extras), default=0)
+    if supplied == 0:
+        return start
+    return max(start, rendered.starts[bisect_right(rendered.starts, start + supplied) - 1])
+
+
+def _marked_turns(message: Message, mark: str) -> Iterator[Message]:
+    """The turn with a mark for its text, beside its calls and without them, or for the name of its call."""
+    plain = {"role": "assistant", "content": mark}
+    calls = message.get("tool_calls")
+    if calls:
+        yield {**plain, "tool_calls": calls}
+    yield plain
+    if calls:
+        call = {**calls[0], "function": {**calls[0]["function"], "name": mark}}
+        yield {"role": "assistant", "content": "", "tool_calls": [call, *calls[1:]]}
+
+
+def _unused(text: str) -> str:
+    """A character for private use that does not occur in `text`."""
+    return next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
 
 
 def _turn_limit(
@@ -185,11 +230,11 @@ def _turn_limit(
     """
     if index + 1 == len(messages):
         return len(text), True
-    upto = chat.try_text(messages[: index + 1])
-    if upto is not None and len(upto) >= start and text.startswith(upto):
-        return len(upto), True
+    for upto in _versions(chat, messages[: index + 1]):
+        if len(upto) >= start and text.startswith(upto):
+            return len(upto), True
     following = messages[index + 1]
-    mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
+    mark = _unused(text)
     marked_turn = {key: value for key, value in following.items() if key not in ("parts", "reasoning_content")}
     marked = chat.try_text([*messages[: index + 1], {**marked_turn, "content": mark}, *messages[index + 2 :]])
     if marked is not None and mark in marked:
@@ -208,13 +253,13 @@ def _ending(
             return place + 1
     if not exact:
         return None
+    # Some families have no ending of their own: they stop by writing the next turn's header.
+    if last < len(rendered.ids) and rendered.starts[last] == right and rendered.ids[last] in stop_ids:
+        return last + 1
     known = chat.tokenizer.added_tokens_decoder
     for place in reversed(range(first, last)):
         if rendered.ids[place] in known:
             return place + 1
-    # Some families have no ending of their own: they stop by writing the next turn's header.
-    if last < len(rendered.ids) and rendered.starts[last] == right and rendered.ids[last] in stop_ids:
-        return last + 1
     return None
 
 
