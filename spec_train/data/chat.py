@@ -23,6 +23,7 @@ from spec_train.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 def load_tokenizer(
     name: str, *, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -201,4 +202,5 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """What a template says of a chat, without the chat."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

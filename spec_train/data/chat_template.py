@@ -200,7 +200,7 @@ class ChatTemplate:
         )
 
     def _find_edges(self) -> Edges:
-        mark, other = _MARKS
+        mark, other = _MARKS[0], _MARKS[1]
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": mark}
         asked = self.try_text([user]) or ""
         prompt = self.try_text([user], add_generation_prompt=True) or ""

@@ -214,7 +214,7 @@ def _message(turn: dict[str, Any]) -> Message | DropReason:
         return DropReason("a turn without a role")
     role = _ROLES.get(name.strip().lower())
     if role is None:
-        return DropReason(f"unknown role {name!r}")
+        return DropReason(f"unknown role {name[:40]!r}")
     raw = turn.get("content", turn.get("value"))
     texts = _texts(raw, role)
     if isinstance(texts, DropReason):
@@ -265,9 +265,8 @@ def _is_thought(part: Any) -> bool:
 def _thought(turn: dict[str, Any], raw: Any) -> str | DropReason:
     """What the assistant thought before it spoke, under whatever name the row has it; empty where there is nothing."""
     given = [turn[key] for key in _THOUGHT_KEYS if turn.get(key) is not None]
-    for part in raw if isinstance(raw, list) else []:
-        if _is_thought(part):
-            given.append(next((part[key] for key in ("thinking", "reasoning", "text") if part.get(key)), ""))
+    parts = [part for part in raw if _is_thought(part)] if isinstance(raw, list) else []
+    given += [next((part[key] for key in ("thinking", "reasoning", "text") if part.get(key)), "") for part in parts]
     if not all(isinstance(thought, str) for thought in given):
         return DropReason("a thought (reasoning) that is not text")
     thoughts = list(dict.fromkeys(thought for thought in given if thought.strip()))
