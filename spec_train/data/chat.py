@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+CUT_ROWS = "rows cut at the limit of tokens"
+
+
 def load_tokenizer(
     name: str, *, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -97,7 +100,7 @@ def render(
     if not spans:
         return DropReason("no response token left within data.max_length")
     if len(ids) > max_length:
-        notes[f"rows cut at {max_length} tokens"] += 1
+        notes[CUT_ROWS] += 1
     return Document(conversation.id, ids[:max_length], spans, conversation.category, conversation.source)
 
 

@@ -160,7 +160,7 @@ def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, ren
     for prompt in _versions(chat, messages[:index], add_generation_prompt=True):
         for extra in ("", *chat.edges.extras):
             if prompt.endswith(extra) and text.startswith(prompt[: len(prompt) - len(extra)]):
-                return _behind_prompt(chat, rendered, len(prompt) - len(extra))
+                return _behind_prompt(rendered, len(prompt) - len(extra), extra, messages[index])
     # The chat before this turn reads otherwise when more follows: put a mark in its place.
     header, lead = chat.edges.header, chat.edges.lead
     mark = _unused(text)
@@ -173,7 +173,7 @@ def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, ren
         start = opening + len(header) if opening >= 0 else place - len(lead)
         before = messages[index - 1]["content"].strip() if index else ""
         if max(0, marked.rfind(before, 0, place) + len(before)) <= start <= common_prefix(text, marked):
-            return _behind_prompt(chat, rendered, start)
+            return max((_behind_prompt(rendered, start, e, messages[index]) for e in chat.edges.extras), default=start)
     return None
 
 
@@ -195,13 +195,15 @@ def _without_thought(message: Message) -> Message:
     return {**plain, "content": _split_thought(message["content"])[1]}
 
 
-def _behind_prompt(chat: ChatTemplate, rendered: Rendered, start: int) -> int:
-    """Where a turn that begins at `start` parts from what the generation prompt holds, at the edge of a token."""
-    text = rendered.text
-    supplied = max((common_prefix(text[start : start + len(extra)], extra) for extra in chat.edges.extras), default=0)
-    if supplied == 0:
-        return start
-    return max(start, rendered.starts[bisect_right(rendered.starts, start + supplied) - 1])
+def _behind_prompt(rendered: Rendered, start: int, extra: str, message: Message) -> int:
+    """Where a turn that begins at `start` parts from `extra`, which the prompt holds there: at the edge of a token, and
+    before any text of the message's own."""
+    text, (thought, answer) = rendered.text, _split_thought(message["content"])
+    own = next((piece for piece in (message.get("reasoning_content"), thought, answer) if piece and piece.strip()), "")
+    supplied = common_prefix(text[start : start + len(extra)], extra)
+    most = text.find(own.strip(), start, start + supplied + len(own)) if own else -1
+    end = min(start + supplied, most) if most >= 0 else start + supplied
+    return max(start, rendered.starts[bisect_right(rendered.starts, end) - 1]) if end > start else start
 
 
 def _marked_turns(message: Message, mark: str) -> Iterator[Message]:

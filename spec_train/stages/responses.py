@@ -90,15 +90,17 @@ def render_kept(
 ) -> tuple[list[Document], Counter[str]]:
     """The data's own answers: one render each, supervised by character offsets, cut at data.max_length or at the
     target's own limit. `notes` counts rows that are cut and what templates leave out on purpose."""
-    from spec_train.data.chat import render
+    from spec_train.data.chat import CUT_ROWS, render
 
     recipe = run.recipe
+    limit = min(recipe.data.max_length, run.target_max_length)
     documents, dropped = [], Counter[str]()
+    notes = Counter() if notes is None else notes
     for conversation in conversations:
         row = render(
             run.tokenizer,
             conversation,
-            max_length=min(recipe.data.max_length, run.target_max_length),
+            max_length=limit,
             last_turn_only=recipe.data.last_turn_only,
             stop_ids=run.stop_ids,
             notes=notes,
@@ -108,6 +110,9 @@ def render_kept(
             documents.append(row)
         else:
             dropped[str(row)] += 1
+    if cut := notes.pop(CUT_ROWS, 0):
+        whose = "data.max_length" if limit == recipe.data.max_length else "the target's own limit"
+        notes[f"rows cut at {limit} tokens, {whose}"] += cut
     return documents, dropped
 
 
