@@ -225,22 +225,22 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text after line {number} ({error.reason}); save it as UTF-8") from None
-    except (json.JSONDecodeError, OSError, EOFError) as error:
+    except (ValueError, RecursionError, OSError, EOFError) as error:
         raise UserError(f"{path}:{number}: not a line of JSON ({error}); mend or remove it") from None
 
 
 def _json_array(path: Path) -> Iterator[tuple[int, Any]]:
     """A JSON array of rows; a .json file that does not start with a bracket is read as JSON lines."""
-    with _open_text(path) as file:
-        if file.read(64).lstrip()[:1] != "[":
-            yield from _json_lines(path)
-            return
-        file.seek(0)
-        try:
-            rows = json.load(file)
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error})") from None
-    yield from enumerate(rows, 1)
+    try:
+        with _open_text(path) as file:
+            first = " "
+            while first and first.isspace():
+                first = file.read(1)
+            file.seek(0)
+            rows = json.load(file) if first == "[" else None
+    except (ValueError, RecursionError, OSError, EOFError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); save it as UTF-8, one array of rows") from None
+    yield from _json_lines(path) if rows is None else enumerate(rows, 1)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -68,6 +68,7 @@ _FIELDS = {
     "text": ("text",),
 }
 _ANSWERS = ("completion", "response", "answer", "output")
+_DEEPEST = 64  # levels of nested arguments and tools that are kept
 
 
 def conversation_from_row(
@@ -89,9 +90,8 @@ def conversation_from_row(
     if kind == "text":
         if not isinstance(value, str) or not value.strip():
             return DropReason("empty text")
-        if not _encodable(value):
-            return DropReason("text that is not valid Unicode")
-        return Conversation(_row_id(row), [], text=value, category=category)
+        problem = _unfit([value, _row_id(row), category])
+        return problem or Conversation(_row_id(row), [], text=value, category=category)
     unread: set[str] = set()
     messages = _prompt_messages(row, value, unread) if kind == "prompt" else _messages(value, unread)
     if isinstance(messages, DropReason):
@@ -104,9 +104,8 @@ def conversation_from_row(
     system = row.get("system") or row.get("system_prompt")
     if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    if not _encodable([messages, tools]):
-        return DropReason("text that is not valid Unicode")
-    return Conversation(_row_id(row), messages, tools=tools, category=category)
+    problem = _unfit([messages, tools, _row_id(row), category])
+    return problem or Conversation(_row_id(row), messages, tools=tools, category=category)
 
 
 def usable_for_answers(conversation: Conversation) -> Conversation | DropReason:
@@ -155,11 +154,12 @@ def _order_problem(messages: list[Message]) -> DropReason | None:
 
 def _logged_request(row: dict[str, Any]) -> dict[str, Any]:
     """The request inside a line of a log, with the line's own id and category; any other row as it is."""
-    for name in ("request", "body"):
-        inner = decoded(row.get(name))
-        if isinstance(inner, dict) and not any(field in row for fields in _FIELDS.values() for field in fields):
-            own = {key: row[key] for key in ("id", "custom_id", "category") if row.get(key) is not None}
-            return _logged_request({**inner, **own})
+    while not any(field in row for fields in _FIELDS.values() for field in fields):
+        held = [inner for name in ("request", "body") if isinstance(inner := decoded(row.get(name)), dict)]
+        if not held:
+            break
+        own = {key: row[key] for key in ("id", "custom_id", "category") if row.get(key) is not None}
+        row = {**held[0], **own}
     return row
 
 
@@ -178,13 +178,26 @@ def _find(row: dict[str, Any], format: str, field: str | None) -> tuple[str, Any
     return DropReason(f"none of the fields {', '.join(names)}")
 
 
-def _encodable(value: Any) -> bool:
-    """False where a string holds half of a surrogate pair, which JSON allows and no tokenizer takes."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _unfit(value: Any) -> DropReason | None:
+    """Why `value` cannot be kept: text with half of a surrogate pair, which JSON allows and no tokenizer takes; what
+    Parquet has and JSON has not (dates, bytes); and nesting that templates and encoders, which recurse, end at."""
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _DEEPEST:
+            return DropReason(f"nested more than {_DEEPEST} levels deep")
+        if isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError:
+                return DropReason("text that is not valid Unicode")
+        elif isinstance(item, dict):
+            waiting += [(inner, depth + 1) for pair in item.items() for inner in pair]
+        elif isinstance(item, list):
+            waiting += [(inner, depth + 1) for inner in item]
+        elif item is not None and not isinstance(item, (bool, int, float)):
+            return DropReason(f"a value that JSON cannot hold ({type(item).__name__})")
+    return None
 
 
 def _row_id(row: dict[str, Any]) -> str:
@@ -254,7 +267,7 @@ def _texts(raw: Any, role: str) -> list[str] | DropReason:
         if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
             return [part["text"] for part in parts]
     if role == "tool":
-        return [json.dumps(raw, ensure_ascii=False)]
+        return _unfit(raw) or [json.dumps(raw, ensure_ascii=False)]
     return DropReason("content that is not text")
 
 
@@ -282,7 +295,7 @@ def decoded(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
