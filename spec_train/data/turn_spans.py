@@ -336,18 +336,16 @@ def _call_pieces(call: dict[str, Any], text: str) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Keys and values of nested arguments, as text."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner)
-    elif isinstance(value, str):
-        yield value
-    else:
-        yield json.dumps(value)
+    """Keys and values of nested arguments, as text and in their order."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [inner for pair in reversed(item.items()) for inner in reversed(pair)]
+        elif isinstance(item, list):
+            waiting += reversed(item)
+        else:
+            yield item if isinstance(item, str) else json.dumps(item)
 
 
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
