@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from spec_train.data.chat_template import REFUSALS, ChatTemplate
 from spec_train.data.documents import Document
 from spec_train.data.rows import Conversation, DropReason, Message
-from spec_train.data.turn_spans import Rendered, missing_text, turn_spans
+from spec_train.data.turn_spans import Rendered, missing_text, turn_spans, whole_chat
 from spec_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def render(
         if not supervised:
             return DropReason("no assistant turn to learn from")
         try:
-            text = chat.text(messages)
+            text = whole_chat(chat, messages)
         except REFUSALS as error:
             return DropReason(f"the chat template refuses the row: {_one_line(error)}")
         rendered = Rendered.of(tokenizer, text)

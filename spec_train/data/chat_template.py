@@ -68,6 +68,7 @@ class Edges:
     tail     text after the last answer of a chat
     end      the token that ends a turn wherever it stands in a chat; None where there is none
     inner_end  the token that ends a turn which others follow, where the last one of a chat ends with another
+    marks    every token that stands for more than its text: those added to the vocabulary, but for runs of blanks
     """
 
     header: str = ""
@@ -76,6 +77,7 @@ class Edges:
     tail: str = ""
     end: int | None = None
     inner_end: int | None = None
+    marks: frozenset[int] = frozenset()
 
 
 class ChatTemplate:
@@ -123,7 +125,7 @@ class ChatTemplate:
     def endings(self, stop_ids: Collection[int]) -> list[str]:
         """Text of the tokens that end an assistant turn."""
         ids = {*stop_ids, *(token for token in (self.edges.end, self.edges.inner_end) if token is not None)}
-        return [text for token in sorted(ids) if (text := str(self.tokenizer.decode([token])))]
+        return [text for token in sorted(ids) if (text := str(self.tokenizer.convert_ids_to_tokens(token)))]
 
     def prints_thoughts(self, message: Message) -> bool:
         """Whether the template prints the thought of such a turn anywhere at all."""
@@ -213,12 +215,13 @@ class ChatTemplate:
         header = prompt[min(common_prefix(prompt, asked), shared) : shared]
         extras = {prompt[common_prefix(prompt, before) :] for before in (before_last, before_inner) if before}
         lead = before_last[shared:] if before_last.startswith(prompt[:shared]) else ""
-        end, inner_end = self._ends(tail, gap)
-        return Edges(header, tuple(sorted(extras - {""}, key=len)), lead, tail, end, inner_end)
+        added = self.tokenizer.added_tokens_decoder.items()
+        marks = frozenset(int(token) for token, text in added if str(text).strip("\u2581 \t\r\n"))
+        end, inner_end = self._ends(tail, gap, marks)
+        return Edges(header, tuple(sorted(extras - {""}, key=len)), lead, tail, end, inner_end, marks)
 
-    def _ends(self, tail: str, gap: str) -> tuple[int | None, int | None]:
+    def _ends(self, tail: str, gap: str, known: frozenset[int]) -> tuple[int | None, int | None]:
         """(the token that ends a turn wherever it stands, the one that ends it before others only)."""
-        known = self.tokenizer.added_tokens_decoder
         tail_ids, gap_ids = (list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (tail, gap))
         length = next((i for i, pair in enumerate(zip(tail_ids, gap_ids, strict=False)) if pair[0] != pair[1]), None)
         both = gap_ids[: min(len(tail_ids), len(gap_ids)) if length is None else length]

@@ -66,6 +66,23 @@ class Rendered:
         return first, last
 
 
+def whole_chat(chat: ChatTemplate, messages: Sequence[Message]) -> str:
+    """The rendered chat. Raises one of REFUSALS for a chat that the template does not take.
+
+    Some templates print the system text only while a chat ends with the user's turn, so that no finished chat holds it:
+    there the last answer stands behind its prompt, which is what the server sent.
+    """
+    text = chat.text(messages)
+    system = [message for message in messages if message["role"] == "system"]
+    if messages[-1]["role"] != "assistant" or all(message["content"].strip() in text for message in system):
+        return text
+    prompt = chat.try_text(messages[:-1], add_generation_prompt=True)
+    if prompt is None or not all(message["content"].strip() in prompt for message in system):
+        return text
+    start = _turn_start(chat, messages, len(messages) - 1, Rendered(text, [], [], []))
+    return text if start is None else prompt + text[start:]
+
+
 def turn_spans(
     chat: ChatTemplate,
     messages: Sequence[Message],
@@ -139,7 +156,9 @@ def _turn_span(
     if ending is not None:
         stops = stop_ids | ({chat.edges.end} if chat.edges.end is not None else set())
         if inside := next((token for token in rendered.ids[first : ending - 1] if token in stops), None):
-            return DropReason(f"an answer holds {chat.tokenizer.decode([inside])}, which ends the target's answers")
+            return DropReason(
+                f"an answer holds {chat.tokenizer.convert_ids_to_tokens(inside)}, which ends the target's answers"
+            )
         return first, ending
     # Nothing but text follows: what the template puts between turns is not the target's.
     tail = chat.edges.tail
@@ -203,7 +222,8 @@ def _behind_prompt(rendered: Rendered, start: int, extra: str, message: Message)
     supplied = common_prefix(text[start : start + len(extra)], extra)
     most = text.find(own.strip(), start, start + supplied + len(own)) if own else -1
     end = min(start + supplied, most) if most >= 0 else start + supplied
-    return max(start, rendered.starts[bisect_right(rendered.starts, end) - 1]) if end > start else start
+    edges = rendered.starts or [end]
+    return max(start, edges[bisect_right(edges, end) - 1]) if end > start else start
 
 
 def _marked_turns(message: Message, mark: str) -> Iterator[Message]:
@@ -258,9 +278,8 @@ def _ending(
     # Some families have no ending of their own: they stop by writing the next turn's header.
     if last < len(rendered.ids) and rendered.starts[last] == right and rendered.ids[last] in stop_ids:
         return last + 1
-    known = chat.tokenizer.added_tokens_decoder
     for place in reversed(range(first, last)):
-        if rendered.ids[place] in known:
+        if rendered.ids[place] in chat.edges.marks:
             return place + 1
     return None
 

@@ -266,6 +266,22 @@ def test_a_prompt_that_opens_a_thought_which_history_lacks() -> None:
     assert found == ["<b>four<|im_end|>", "Over the lazy dog.<|im_end|>"]
 
 
+def test_system_text_that_only_prompts_hold_comes_from_the_last_prompt() -> None:
+    """Mistral v0.3 style: the system text stands before the last user turn, while that is the last of the chat."""
+    template = (
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}"
+        "[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(template, "[INST]", "[/INST]", "</s>")
+    messages = [{"role": "system", "content": "Be brief."}, ASK, ANSWER, *MORE]
+    text = shown(tokenizer, messages)
+    assert text == (
+        "[INST] two plus two?[/INST] It is four.</s>[INST] Be brief.\n\nand the fox?[/INST] Over the lazy dog.</s>"
+    )
+    assert spoken(tokenizer, messages) == [" It is four.</s>", " Over the lazy dog.</s>"]
+
+
 def test_every_token_that_ends_a_turn_is_supervised_once() -> None:
     two = tokenizer_with(CHATML.replace("<|im_end|>", "</r></t>"), "</r>", "</t>")
     assert spoken(two, [ASK, ANSWER, *MORE]) == ["It is four.</r></t>", "Over the lazy dog.</r></t>"]
