@@ -27,6 +27,7 @@ _THOUGHT_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
     ("<thought>", "</thought>"),
+    ("<|channel>thought", "<channel|>"),
 )
 STRIPPED_THOUGHTS = "thoughts of earlier turns that the chat template leaves out"
 

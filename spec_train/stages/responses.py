@@ -88,7 +88,7 @@ def _generate(
 def render_kept(
     run: Run, conversations: Iterable[Conversation], _parts: Path | None = None, notes: Counter[str] | None = None
 ) -> tuple[list[Document], Counter[str]]:
-    """The data's own answers: one render each, supervised by character offsets, cut at data.max_length or at the
+    """The data's own answers: one render each, cut at data.max_length or at the
     target's own limit. `notes` counts rows that are cut and what templates leave out on purpose."""
     from spec_train.data.chat import CUT_ROWS, render
 
