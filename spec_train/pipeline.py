@@ -7,6 +7,7 @@ is skipped; one whose inputs disagree with what is on disk is refused; an interr
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -112,8 +113,9 @@ def show_results(run: Run) -> None:
             console.print(f"serve ({form}): {command}", markup=False, soft_wrap=True)
 
 
-def inspect_rows(recipe: Recipe, n: int) -> tuple[list[dict[str, Any]], int, dict[str, int]]:
-    """The first `n` training rows as they would be supervised, how many are kept, and what is dropped and why.
+def inspect_rows(recipe: Recipe, n: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The first `n` training rows as they would be supervised, and counts of all: {"kept": N, "dropped": {reason: N},
+    "notes": {what is kept though something is left out: N}}.
 
     Rows come from the responses stage where it has run. Before that the data's own answers are rendered, so that a
     template or a mask can be judged before any work is done; prompts without answers are shown as the target gets them.
@@ -124,18 +126,22 @@ def inspect_rows(recipe: Recipe, n: int) -> tuple[list[dict[str, Any]], int, dic
     finished = run.stage_directory("responses") / "train.jsonl"
     if is_finished(finished.parent):
         documents = read_documents(finished)
-        dropped = dict(read_manifest(finished.parent)["counts"]["dropped"])
-        return list(rows_of(run.tokenizer, documents[:n])), len(documents), dropped
+        counted = read_manifest(finished.parent)["counts"]
+        counts = {"kept": len(documents), "dropped": counted["dropped"], "notes": counted.get("notes", {})}
+        return list(rows_of(run.tokenizer, documents[:n])), counts
     sources, seed = recipe.data.sources, recipe.run.seed
+    notes: Counter[str] = Counter()
     try:
-        conversations, lost = load_conversations(sources, mode="keep", max_drop_rate=1.0, seed=seed)
-        documents, more = render_kept(run, conversations)
+        conversations, lost = load_conversations(sources, mode="keep", max_drop_rate=1.0, seed=seed, notes=notes)
+        documents, more = render_kept(run, conversations, notes=notes)
     except UserError:
         if recipe.responses.mode == "keep":
             raise
-        conversations, lost = load_conversations(sources, mode="regenerate", max_drop_rate=1.0, seed=seed)
-        documents, more = render_prompts(run, conversations)
-    return list(rows_of(run.tokenizer, islice(documents, n))), len(documents), dict(lost + more)
+        notes.clear()
+        conversations, lost = load_conversations(sources, mode="regenerate", max_drop_rate=1.0, seed=seed, notes=notes)
+        documents, more = render_prompts(run, conversations, notes)
+    counts = {"kept": len(documents), "dropped": dict(lost + more), "notes": dict(notes)}
+    return list(rows_of(run.tokenizer, islice(documents, n))), counts
 
 
 def evaluate_checkpoint(

@@ -91,6 +91,32 @@ class Run:
             check_same_tokenizer(own, tokenizer, ("the target", section.tokenizer))
         return tokenizer
 
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Every token that ends an answer of the target."""
+        from spec_train.stop_ids import stop_token_ids
+
+        section = self.recipe.target
+        return frozenset(stop_token_ids(self.target_path, section.revision if section.model else None))
+
+    @cached_property
+    def target_max_length(self) -> int:
+        """The target's own limit in tokens, from its config."""
+        from transformers import AutoConfig
+
+        from spec_train.target import know_mimo, length_limit
+
+        section = self.recipe.target
+        know_mimo()
+        try:
+            config = AutoConfig.from_pretrained(self.target_path, revision=section.revision if section.model else None)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"target {self.target_path}: its config cannot be read ({str(error).splitlines()[0]}); "
+                "give a local folder or a reachable hub id"
+            ) from None
+        return length_limit(config.get_text_config())
+
     def target(self, dtype: str | None = None) -> TargetModel:
         """The target in `dtype` (default target.dtype) on the run's device."""
         import torch

@@ -85,7 +85,7 @@ class TargetModel:
         self.hidden_size = int(self.config.hidden_size)
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.dtype = self.lm_head.weight.dtype
-        self.max_length = int(getattr(self.config, "max_position_embeddings", 1 << 20))
+        self.max_length = length_limit(self.config)
         self.layers = _decoder_layers(self.decoder, self.num_layers, name)
         self.windows = _attention_windows(self.config, self.num_layers, name)
         kinds = getattr(self.config, "layer_types", None) or []
@@ -536,6 +536,12 @@ def _keep_output(states: dict[int, Tensor], k: int) -> Callable[..., None]:
         states[k] = output[0] if isinstance(output, tuple) else output
 
     return hook
+
+
+def length_limit(config: Any) -> int:
+    """How many tokens a target's (text) config allows; a table of positions, where it has one, ends there."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
+    return int(limit or 1 << 20)
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:

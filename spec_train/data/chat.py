@@ -1,37 +1,30 @@
 """Chats as the target's own template renders them, and which of their tokens the target wrote.
 
-A row is rendered once and tokenised once. Where an assistant turn lies in that text is found by rendering the same
-chat again with the turn replaced by a mark: what differs between the two texts is what the model says, the rest is what
-the template says. That needs no generation tags in the template, no legal prefixes, and holds for templates that trim,
-reorder or inject text. Header and generation prompt (an injected think block included) are context, never supervised;
-the terminator of a turn is supervised once, with its turn.
+A row is rendered once and tokenised once; `turn_spans` says where the target's turns lie in that text. What a server
+would put into the prompt (headers, an injected think block, tool results, user turns) is context, never supervised;
+what the target writes is supervised whole: thoughts and calls with their marks, and the end of the turn, once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from spec_train.data.chat_template import REFUSALS, ChatTemplate
 from spec_train.data.documents import Document
 from spec_train.data.rows import Conversation, DropReason, Message
+from spec_train.data.turn_spans import Rendered, missing_text, turn_spans, whole_chat
 from spec_train.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OWN_ARGUMENTS = {
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "conversation",
-    "chat_template",
-}
+
+CUT_ROWS = "rows cut at the limit of tokens"
 
 
 def load_tokenizer(
@@ -68,21 +61,26 @@ def render(
     system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     last_turn_only: bool = False,
+    stop_ids: Collection[int] = (),
+    notes: Counter[str] | None = None,
 ) -> Document | DropReason:
     """Token ids of a conversation with the spans of its assistant turns, cut at `max_length` tokens.
 
     A turn that is cut keeps its surviving tokens. Plain text gets the tokenizer's own special tokens and is supervised
-    whole. A row without a supervised token, or one that the template refuses, comes back as a DropReason. Raises
-    UserError where the tokenizer has no chat template and the row is a chat.
+    whole. `stop_ids`: what the target stops at beside the tokenizer's eos. A row without a supervised token, one that
+    the template refuses, and one whose text, calls or thoughts do not all stand in the render comes back as a
+    DropReason. `notes` counts what is kept though something is left out: rows that are cut, thoughts that a template
+    strips from earlier turns. Raises UserError where the tokenizer has no chat template and the row is a chat.
     """
+    notes = Counter() if notes is None else notes
     if conversation.text is not None:
         ids = list(tokenizer(conversation.text, add_special_tokens=True)["input_ids"])
-        spans = [(0, len(ids))]
+        found: list[tuple[int, int]] | DropReason = [(0, len(ids))]
     else:
-        chat = _Chat(tokenizer, conversation.tools, chat_template_kwargs or {})
-        terminators = chat.terminators()
-        messages = _with_system(conversation.messages, system_prompt)
-        messages = [_without_terminator(message, terminators) for message in messages]
+        chat = ChatTemplate(tokenizer, conversation.tools, chat_template_kwargs or {})
+        stops = frozenset(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+        endings = chat.endings(stops)
+        messages = [_without_ending(message, endings) for message in _with_system(conversation.messages, system_prompt)]
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if last_turn_only:
             turns = turns[-1:]
@@ -90,18 +88,19 @@ def render(
         if not supervised:
             return DropReason("no assistant turn to learn from")
         try:
-            text = chat.text(messages)
-        except (TemplateError, TypeError) as error:
+            text = whole_chat(chat, messages)
+        except REFUSALS as error:
             return DropReason(f"the chat template refuses the row: {_one_line(error)}")
-        ranges = [chat.turn_range(messages, index, text, terminators) for index in supervised]
-        if None in ranges:
-            return DropReason("an assistant turn cannot be found in the rendered chat")
-        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoding["input_ids"])
-        spans = _token_spans(ids, encoding["offset_mapping"], text, [r for r in ranges if r is not None], terminators)
-    spans = [(start, min(end, max_length)) for start, end in spans if start < min(end, max_length)]
+        rendered = Rendered.of(tokenizer, text)
+        ids = rendered.ids
+        found = turn_spans(chat, messages, supervised, rendered, stops, notes)
+    if isinstance(found, DropReason):
+        return found
+    spans = [(start, min(end, max_length)) for start, end in found if start < min(end, max_length)]
     if not spans:
         return DropReason("no response token left within data.max_length")
+    if len(ids) > max_length:
+        notes[CUT_ROWS] += 1
     return Document(conversation.id, ids[:max_length], spans, conversation.category, conversation.source)
 
 
@@ -112,17 +111,21 @@ def render_prompt(
     tools: list[dict[str, Any]] | None = None,
     system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    notes: Counter[str] | None = None,
 ) -> list[int] | DropReason:
-    """Token ids of a chat up to the point where the assistant speaks next; a DropReason where the template refuses.
+    """Token ids of a chat up to the point where the assistant speaks next.
 
-    Raises UserError where the tokenizer has no chat template.
+    A DropReason where the template refuses the chat, or leaves out some of its text or calls; thoughts that it strips
+    from the turns are counted in `notes`. Raises UserError where the tokenizer has no chat template.
     """
-    chat = _Chat(tokenizer, tools, chat_template_kwargs or {})
+    chat = ChatTemplate(tokenizer, tools, chat_template_kwargs or {})
+    messages = _with_system(messages, system_prompt)
     try:
-        text = chat.text(_with_system(messages, system_prompt), add_generation_prompt=True)
-    except (TemplateError, TypeError) as error:
+        text = chat.text(messages, add_generation_prompt=True)
+    except REFUSALS as error:
         return DropReason(f"the chat template refuses the row: {_one_line(error)}")
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    missing = missing_text(chat, messages, text, Counter() if notes is None else notes)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if missing is None else missing
 
 
 def template_hash(
@@ -181,113 +184,6 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) ->
         )
 
 
-# --------------------------------------------------------------------------------------------- where turns lie
-
-
-class _Chat:
-    """One tokenizer's template with the arguments that a row is rendered with."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None, kwargs: Mapping[str, Any]
-    ) -> None:
-        if tokenizer.chat_template is None:
-            raise UserError(
-                "the tokenizer has no chat template and the data holds chats: use an instruct model, name a template "
-                'file in target.chat_template, or train on plain text rows ({"text": ...})'
-            )
-        if clash := sorted(_OWN_ARGUMENTS & kwargs.keys()):
-            raise UserError(f"target.chat_template_kwargs: {clash[0]} is set by spec-train itself; remove it")
-        self.tokenizer, self.tools, self.kwargs = tokenizer, tools, kwargs
-
-    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The rendered chat. Raises TemplateError, or TypeError from an expression that a row's values do not fit."""
-        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        rendered = self.tokenizer.apply_chat_template(
-            plain, tools=self.tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.kwargs
-        )
-        return str(rendered)
-
-    def try_text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-        """`text`, or None for a chat that the template refuses: not every prefix or change of a legal chat is legal."""
-        if not messages:
-            return None
-        try:
-            return self.text(messages, add_generation_prompt)
-        except (TemplateError, TypeError):
-            return None
-
-    def terminators(self) -> dict[int, str]:
-        """Tokens (id -> text) that end an assistant turn: eos, and the special token that the template puts there."""
-        known = {token_id: str(token) for token_id, token in self.tokenizer.added_tokens_decoder.items()}
-        ends = {}
-        if self.tokenizer.eos_token_id is not None:
-            ends[int(self.tokenizer.eos_token_id)] = str(self.tokenizer.eos_token)
-        mark = "\ue000"
-        probe = self.try_text([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]) or ""
-        tail = probe.partition(mark)[2].lstrip()
-        ids = self.tokenizer(tail, add_special_tokens=False)["input_ids"] if tail else []
-        if ids and ids[0] in known and tail.startswith(known[ids[0]]):
-            ends[ids[0]] = known[ids[0]]
-        return ends
-
-    def turn_range(
-        self, messages: Sequence[Message], index: int, text: str, terminators: Mapping[int, str]
-    ) -> tuple[int, int] | None:
-        """Half-open character range of what the model says in assistant turn `index`, without terminator."""
-        mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
-        marked_turn = {"role": "assistant", "content": mark}
-        marked = self.try_text([*messages[:index], marked_turn, *messages[index + 1 :]])
-        prompt = self.try_text(messages[:index], add_generation_prompt=True)
-        if marked is not None and marked.count(mark) == 1:
-            before, after = marked.split(mark)
-            start = _common_prefix(text, before)
-            end = len(text) - _common_prefix(text[start:][::-1], after[::-1])
-        else:
-            # The template ignores the mark or refuses the change, as some do for turns that call tools.
-            upto = self.try_text(messages[: index + 1])
-            if prompt is None or upto is None or not text.startswith(upto) or not upto.startswith(prompt):
-                return None
-            body = upto.rstrip()
-            ending = next((token for token in terminators.values() if token and body.endswith(token)), "")
-            start, end = len(prompt), len(body) - len(ending)
-        if prompt is not None and text.startswith(prompt):
-            start = max(start, len(prompt))
-        return start, max(start, end)
-
-
-def _token_spans(
-    ids: list[int],
-    offsets: Sequence[tuple[int, int]],
-    text: str,
-    ranges: Sequence[tuple[int, int]],
-    terminators: Mapping[int, str],
-) -> list[tuple[int, int]]:
-    """Token spans of character `ranges`, each with the terminator that follows, where one does."""
-    spans: list[tuple[int, int]] = []
-    token = 0
-    for char_start, char_end in ranges:
-        while token < len(ids) and offsets[token][1] <= char_start:
-            token += 1
-        first = token
-        while token < len(ids) and offsets[token][0] < char_end:
-            token += 1
-        end = ahead = token
-        while ahead < len(ids) and ids[ahead] not in terminators and not text[char_end : offsets[ahead][1]].strip():
-            ahead += 1
-        if ahead < len(ids) and ids[ahead] in terminators and not text[char_end : offsets[ahead][0]].strip():
-            end = token = ahead + 1
-        if end > first:
-            spans.append((first, end))
-    return spans
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """How many leading characters two texts share."""
-    if a.startswith(b):
-        return len(b)
-    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _with_system(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
     """A row's own system turn wins over `system_prompt`."""
     if system_prompt is None or any(message["role"] == "system" for message in messages):
@@ -295,12 +191,12 @@ def _with_system(messages: Sequence[Message], system_prompt: str | None) -> list
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _without_terminator(message: Message, terminators: Mapping[int, str]) -> Message:
-    """An answer that already carries its terminator would get a second one from the template."""
+def _without_ending(message: Message, endings: Collection[str]) -> Message:
+    """An answer that already carries the end of its turn would get a second one from the template."""
     if message["role"] != "assistant":
         return message
     content = message["content"].rstrip()
-    ending = next((token for token in terminators.values() if token and content.endswith(token)), None)
+    ending = next((token for token in endings if content.endswith(token)), None)
     return message if ending is None else {**message, "content": content.removesuffix(ending)}
 
 
@@ -309,4 +205,5 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """What a template says of a chat, without the chat."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

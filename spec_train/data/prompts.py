@@ -43,21 +43,24 @@ def load_conversations(
     mode: Literal["regenerate", "keep"] = "regenerate",
     max_drop_rate: float = 0.5,
     seed: int = 0,
+    notes: Counter[str] | None = None,
 ) -> tuple[list[Conversation], Counter[str]]:
     """Read all sources in order. `mode` is `responses.mode`: what is cut off and what counts as usable follow from it.
 
     Returns the conversations (ids unique) and how many rows were dropped for which reason; a reason names the first
-    place where it occurred. Raises UserError for a broken line, too many dropped rows, or nothing left.
+    place where it occurred. `notes` counts the commonest keys of messages that are not read, once a row. Raises
+    UserError for a broken line, too many dropped rows, or nothing left.
     """
     usable = usable_for_answers if mode == "regenerate" else usable_as_is
     kept: list[Conversation] = []
     dropped: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
     first_place: dict[str, str] = {}
     for index, source in enumerate(sources):
         label, rows = _open_source(source)
         found: list[Conversation] = []
         for number, row in islice(rows, source.limit):
-            conversation = conversation_from_row(row, format=source.format, field=source.field)
+            conversation = conversation_from_row(row, format=source.format, field=source.field, ignored=ignored)
             if isinstance(conversation, Conversation):
                 conversation = usable(conversation)
             if isinstance(conversation, DropReason):
@@ -70,6 +73,8 @@ def load_conversations(
         kept += _weighted(found, source.weight, random.Random(f"{seed}-{index}"))
     reasons = Counter({f"{reason} (first: {first_place[reason]})": count for reason, count in dropped.items()})
     check_drops(len(kept), reasons, max_drop_rate, "data.sources")
+    if notes is not None:
+        notes.update({f"rows whose messages have {key!r}, which is not read": n for key, n in ignored.most_common(10)})
     return with_unique_ids(kept), reasons
 
 
@@ -220,22 +225,22 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text after line {number} ({error.reason}); save it as UTF-8") from None
-    except (json.JSONDecodeError, OSError, EOFError) as error:
+    except (ValueError, RecursionError, OSError, EOFError) as error:
         raise UserError(f"{path}:{number}: not a line of JSON ({error}); mend or remove it") from None
 
 
 def _json_array(path: Path) -> Iterator[tuple[int, Any]]:
     """A JSON array of rows; a .json file that does not start with a bracket is read as JSON lines."""
-    with _open_text(path) as file:
-        if file.read(64).lstrip()[:1] != "[":
-            yield from _json_lines(path)
-            return
-        file.seek(0)
-        try:
-            rows = json.load(file)
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error})") from None
-    yield from enumerate(rows, 1)
+    try:
+        with _open_text(path) as file:
+            first = " "
+            while first and first.isspace():
+                first = file.read(1)
+            file.seek(0)
+            rows = json.load(file) if first == "[" else None
+    except (ValueError, RecursionError, OSError, EOFError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); save it as UTF-8, one array of rows") from None
+    yield from _json_lines(path) if rows is None else enumerate(rows, 1)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:

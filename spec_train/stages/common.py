@@ -49,6 +49,8 @@ def make_stage(run: Run, name: str, inputs: dict[str, Any], force: bool, work: W
         console.print(f"{name}: done{f' ({said})' if said else ''}", markup=False, soft_wrap=True)
         for reason, count in counts.get("dropped", {}).items():
             console.print(f"  dropped {count}: {reason}", markup=False, soft_wrap=True)
+        for note, count in counts.get("notes", {}).items():
+            console.print(f"  {count} {note}", markup=False, soft_wrap=True)
 
 
 def _agree(run: Run, needed: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from spec_train.data.prompts import load_conversations, split_conversations, write_conversations
@@ -22,11 +23,13 @@ def prompts(run: Run, force: bool) -> None:
     }
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+        notes: Counter[str] = Counter()
         conversations, dropped = load_conversations(
             recipe.data.sources,
             mode=recipe.responses.mode,
             max_drop_rate=recipe.data.max_drop_rate,
             seed=recipe.run.seed,
+            notes=notes,
         )
         splits = split_conversations(
             conversations, held_out=recipe.data.held_out, validation=recipe.data.validation, seed=recipe.run.seed
@@ -34,6 +37,6 @@ def prompts(run: Run, force: bool) -> None:
         counts: dict[str, Any] = {
             split: write_conversations(stage.directory / f"{split}.jsonl", rows) for split, rows in splits.items()
         }
-        return {}, {**counts, "dropped": dict(dropped)}
+        return {}, {**counts, "dropped": dict(dropped), "notes": dict(notes)}
 
     make_stage(run, "prompts", inputs, force, work)

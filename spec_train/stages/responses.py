@@ -32,10 +32,10 @@ def responses(run: Run, force: bool) -> None:
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         make = _generate if recipe.responses.mode == "regenerate" else render_kept
         counts: dict[str, Any] = {}
-        dropped: Counter[str] = Counter()
+        dropped, notes = Counter[str](), Counter[str]()
         for split in SPLITS:
             conversations = read_conversations(run.stage_directory("prompts") / f"{split}.jsonl")
-            documents, lost = make(run, conversations, stage.directory / f"parts-{split}")
+            documents, lost = make(run, conversations, stage.directory / f"parts-{split}", notes)
             write_documents(stage.directory / f"{split}.jsonl", documents)
             dropped += lost
             counts[split] = len(documents)
@@ -45,12 +45,14 @@ def responses(run: Run, force: bool) -> None:
             raise UserError(
                 "responses: no supervised token is left to train on; look at data.max_length and the template"
             )
-        return {}, {**counts, "dropped": dict(dropped)}
+        return {}, {**counts, "dropped": dict(dropped), "notes": dict(notes)}
 
     make_stage(run, "responses", inputs, force, work)
 
 
-def _generate(run: Run, conversations: list[Conversation], parts: Path) -> tuple[list[Document], Counter[str]]:
+def _generate(
+    run: Run, conversations: list[Conversation], parts: Path, _notes: Counter[str]
+) -> tuple[list[Document], Counter[str]]:
     from spec_train.data.features import FeatureStore, check_disk
     from spec_train.data.responses import AnswerSettings, Capture, generate_responses
     from spec_train.decoding.sampling import Sampling
@@ -84,35 +86,45 @@ def _generate(run: Run, conversations: list[Conversation], parts: Path) -> tuple
 
 
 def render_kept(
-    run: Run, conversations: Iterable[Conversation], _parts: Path | None = None
+    run: Run, conversations: Iterable[Conversation], _parts: Path | None = None, notes: Counter[str] | None = None
 ) -> tuple[list[Document], Counter[str]]:
-    """The data's own answers: one render each, supervised by character offsets."""
-    from spec_train.data.chat import render
+    """The data's own answers: one render each, cut at data.max_length or at the
+    target's own limit. `notes` counts rows that are cut and what templates leave out on purpose."""
+    from spec_train.data.chat import CUT_ROWS, render
 
     recipe = run.recipe
+    limit = min(recipe.data.max_length, run.target_max_length)
     documents, dropped = [], Counter[str]()
+    notes = Counter() if notes is None else notes
     for conversation in conversations:
         row = render(
             run.tokenizer,
             conversation,
-            max_length=recipe.data.max_length,
+            max_length=limit,
             last_turn_only=recipe.data.last_turn_only,
+            stop_ids=run.stop_ids,
+            notes=notes,
             **run.prompt_kwargs,
         )
         if isinstance(row, Document):
             documents.append(row)
         else:
             dropped[str(row)] += 1
+    if cut := notes.pop(CUT_ROWS, 0):
+        whose = "data.max_length" if limit == recipe.data.max_length else "the target's own limit"
+        notes[f"rows cut at {limit} tokens, {whose}"] += cut
     return documents, dropped
 
 
-def render_prompts(run: Run, conversations: Iterable[Conversation]) -> tuple[list[Document], Counter[str]]:
-    """Prompts as the target gets them; nothing is supervised yet."""
+def render_prompts(
+    run: Run, conversations: Iterable[Conversation], notes: Counter[str] | None = None
+) -> tuple[list[Document], Counter[str]]:
+    """Prompts as the target gets them; nothing is supervised yet. `notes`: as in `render_kept`."""
     from spec_train.data.chat import render_prompt
 
     documents, dropped = [], Counter[str]()
     for c in conversations:
-        ids = render_prompt(run.tokenizer, c.messages, tools=c.tools, **run.prompt_kwargs)
+        ids = render_prompt(run.tokenizer, c.messages, tools=c.tools, notes=notes, **run.prompt_kwargs)
         if isinstance(ids, list):
             documents.append(Document(c.id, ids, [], c.category, c.source))
         else:

@@ -54,6 +54,7 @@ STRICT = (
     "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what QWEN_LIKE puts into the last turn, and not into the prompt
 CHAT = [
     {"role": "user", "content": "two plus two?"},
     {"role": "assistant", "content": "It is four."},
@@ -97,15 +98,15 @@ def test_last_turn_only_and_per_turn_weight() -> None:
 
 
 def test_injected_think_block_is_context() -> None:
-    """M03: what the generation prompt or the template adds is not supervised; the model's own reasoning is."""
+    """M03: what the generation prompt holds is not supervised; what the model writes after it is, marks included."""
     tokenizer = tiny_tokenizer(chat_template=QWEN_LIKE)
-    assert pieces(tokenizer, rendered(tokenizer, CHAT[:2])) == ["It is four.<|im_end|>"]
+    assert pieces(tokenizer, rendered(tokenizer, CHAT[:2])) == [EMPTY_THOUGHT + "It is four.<|im_end|>"]
     thinking_off = rendered(tokenizer, CHAT[:2], chat_template_kwargs={"enable_thinking": False})
     assert pieces(tokenizer, thinking_off) == ["It is four.<|im_end|>"]
     start = thinking_off.spans[0][0]
     assert tokenizer.decode(thinking_off.input_ids[:start]).endswith("<think>\n\n</think>\n\n")
     thought = [CHAT[0], {"role": "assistant", "content": "<think>\nhm, two\n</think>\n\nFour."}]
-    assert pieces(tokenizer, rendered(tokenizer, thought)) == ["hm, two\n</think>\n\nFour.<|im_end|>"]
+    assert pieces(tokenizer, rendered(tokenizer, thought)) == ["<think>\nhm, two\n</think>\n\nFour.<|im_end|>"]
     # The answer itself carries the block that the generation prompt supplies; the template adds nothing.
     supplied = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n\n</think>\n\n'")
     carrying = [CHAT[0], {"role": "assistant", "content": "<think>\n\n</think>\n\nFour."}]
@@ -117,7 +118,7 @@ def test_reasoning_stripped_from_history_does_not_move_the_spans() -> None:
     tokenizer = tiny_tokenizer(chat_template=QWEN_LIKE)
     history = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFour."}, *CHAT[2:]]
     document = rendered(tokenizer, history)
-    assert pieces(tokenizer, document) == ["Four.<|im_end|>", "Over the lazy dog.<|im_end|>"]
+    assert pieces(tokenizer, document) == ["Four.<|im_end|>", EMPTY_THOUGHT + "Over the lazy dog.<|im_end|>"]
     assert "hm" not in tokenizer.decode(document.input_ids)
 
 
@@ -125,7 +126,7 @@ def test_illegal_prefixes_are_never_needed() -> None:
     """M11: a template that refuses a chat without a user turn still takes system + user + assistant."""
     tokenizer = tiny_tokenizer(chat_template=QWEN_LIKE)
     document = rendered(tokenizer, [{"role": "system", "content": "Be brief."}, *CHAT])
-    assert pieces(tokenizer, document) == ["It is four.<|im_end|>", "Over the lazy dog.<|im_end|>"]
+    assert pieces(tokenizer, document) == ["It is four.<|im_end|>", EMPTY_THOUGHT + "Over the lazy dog.<|im_end|>"]
 
 
 def test_tool_turns_are_rendered_and_only_the_call_and_the_answer_are_supervised() -> None:
@@ -143,7 +144,7 @@ def test_tool_turns_are_rendered_and_only_the_call_and_the_answer_are_supervised
     assert "# Tools" in text
     assert "<tool_response>\nsum=4\n</tool_response>" in text
     call_text = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
-    assert pieces(tokenizer, document) == [call_text, "Four.<|im_end|>"]
+    assert pieces(tokenizer, document) == [call_text, EMPTY_THOUGHT + "Four.<|im_end|>"]
 
 
 def test_a_tool_turn_that_cannot_be_replaced_is_found_by_its_prefixes() -> None:
@@ -173,14 +174,17 @@ def test_template_refusals_are_reasons() -> None:
         outcome = render(tokenizer, chat([{"role": names[r], "content": "hi"} for r in roles]), max_length=64)
         assert isinstance(outcome, DropReason)
         assert "roles must alternate" in outcome
-    assert pieces(tokenizer, rendered(tokenizer, CHAT[:2])) == ["It is four. <|im_end|>"]
+    assert pieces(tokenizer, rendered(tokenizer, CHAT[:2])) == [" It is four. <|im_end|>"]
     refused = render_prompt(tokenizer, [{"role": "system", "content": "s"}, CHAT[0]])
     assert isinstance(refused, DropReason)
 
 
 def test_any_separator_keeps_every_row() -> None:
     """M13: a hundred rows through a template with its own separators: none is lost, every answer is whole."""
-    plain = "{% for m in messages %}{{ m.role.upper() + ': ' + m.content + '\n### ' }}{% endfor %}"
+    plain = (
+        "{% for m in messages %}{{ m.role.upper() + ':' + m.content + '\n### ' }}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
     for template in (STRICT, plain, CHATML):
         tokenizer = tiny_tokenizer(chat_template=template)
         for index in range(100):
