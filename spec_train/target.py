@@ -31,6 +31,7 @@ from spec_train.decoding.sampling import RequestGenerators, Sampling, target_pro
 from spec_train.errors import UserError
 from spec_train.graphs import GraphCache, Graphs
 from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
+from spec_train.long_rope import SwitchCache, switch_of
 from spec_train.packed import pack_linears
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
@@ -88,6 +89,7 @@ class TargetModel:
         self.max_length = length_limit(self.config)
         self.layers = _decoder_layers(self.decoder, self.num_layers, name)
         self.windows = _attention_windows(self.config, self.num_layers, name)
+        self.switch = switch_of(self.config, name)  # where LongRoPE changes its factors
         kinds = getattr(self.config, "layer_types", None) or []
         # Layers with a running state in place of keys and values, see linear_cache.py.
         self.linear_layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
@@ -207,16 +209,63 @@ class TargetModel:
             index = torch.arange(position_BS.shape[1], device=position_BS.device)
             visible_BST = (index[None, :] <= index[:, None]).expand(position_BS.shape[0], -1, -1)
         mask = self._mask(visible_BST, position_BS, keys)
+        if self.switch is None:
+            return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+        return self._switched(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+
+    def _stack(
+        self,
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        mask: Tensor | dict[str, Any],
+        cache: SlotCache | None,
+        aux_layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decoder stack, once. Tokens beyond the context (padding, drafts that are cut, finished rows that ride
+        along) take the last position: a table of positions ends there, and no answer depends on them."""
         with self._capture(aux_layer_ids) as states:
             out = self.decoder(
                 input_ids=input_ids_BS,
                 attention_mask=mask,
-                position_ids=position_BS,
+                position_ids=position_BS.clamp(max=self.max_length - 1),
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
         aux = torch.cat([states[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else None
         return out.last_hidden_state, aux
+
+    def _switched(
+        self,
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        mask: Tensor | dict[str, Any],
+        cache: SlotCache | None,
+        aux_layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """`_stack` under the short factors for positions below `switch`, under the long ones from there on, see
+        long_rope.py. Transformers picks by the largest position of a pass."""
+        assert self.switch is not None
+        long_BS, last = position_BS >= self.switch, self.switch - 1
+        long_cache = None
+        if isinstance(cache, SwitchCache):
+            cache.remember(input_ids_BS)
+            long_cache = cache.long
+        if not bool(long_BS.any()):
+            return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+        if isinstance(cache, SwitchCache):
+            with cache.catching_up(long_BS.any(1)) as lacking:
+                if lacking is not None:
+                    slot_BW = lacking[1]
+                    slot_BT = torch.arange(cache.max_length, device=slot_BW.device)[None].expand(len(slot_BW), -1)
+                    seen_BWT = slot_BT[:, None] <= slot_BW[:, :, None]
+                    self._stack(lacking[0], slot_BW, self._mask(seen_BWT, slot_BW, slot_BT), long_cache, ())
+        long, long_aux = self._stack(input_ids_BS, position_BS, mask, long_cache, aux_layer_ids)
+        if bool(long_BS.all()):
+            return long, long_aux
+        short, short_aux = self._stack(input_ids_BS, position_BS.clamp(max=last), mask, cache, aux_layer_ids)
+        takes_long = long_BS[..., None]
+        aux = None if short_aux is None or long_aux is None else torch.where(takes_long, long_aux, short_aux)
+        return torch.where(takes_long, long, short), aux
 
     def _mask(self, visible_BST: Tensor, query_BS: Tensor, key_BT: Tensor) -> Tensor | dict[str, Any]:
         """The attention mask in the form the model takes: one tensor, or one for each kind of layer."""
@@ -268,6 +317,8 @@ class TargetModel:
             from spec_train.linear_cache import LinearCache
 
             return LinearCache(self.num_layers, max_length)
+        if self.switch is not None:
+            return SwitchCache(self.num_layers, max_length)
         if self.graphs is not None:
             return self.graphs.new_cache(self.model, self.num_layers, max_length)
         return SlotCache(self.num_layers, max_length)
