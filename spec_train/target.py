@@ -25,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
@@ -70,37 +71,52 @@ class TargetModel:
 
     def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
         self.model = model.eval().requires_grad_(False)
-        pack_linears(model)
         self.name = name
         self.device = device
         config: Any = model.config
         self.full_config = config
         self.config: Any = config.get_text_config()
-        self.decoder: Any = cast(Any, model).get_decoder()
+        with understood(name, str(config.model_type)):
+            self._find_parts()
+            if device.type != "meta":  # an outline
+                pack_linears(model)
+                self._check_head()
+                self._check_steps()
+
+    def _find_parts(self) -> None:
+        """Where this family keeps what we need of it. Raises UserError for what we could not run."""
+        model: Any = self.model
+        self.decoder: Any = model.get_decoder()
         inner = getattr(self.decoder, "language_model", None)
         if isinstance(inner, nn.Module):  # a wrapper that also holds a vision tower
             self.decoder = inner
-        self.lm_head: nn.Linear = cast(Any, model).get_output_embeddings()
-        self.embedding: nn.Embedding = cast(Any, model).get_input_embeddings()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.embedding: nn.Embedding = model.get_input_embeddings()
         self.num_layers = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.dtype = self.lm_head.weight.dtype
         self.max_length = length_limit(self.config)
-        self.layers = _decoder_layers(self.decoder, self.num_layers, name)
-        self.windows = _attention_windows(self.config, self.num_layers, name)
-        self.switch = switch_of(self.config, name)  # where LongRoPE changes its factors
+        widths = {int(part.weight.shape[1]) for part in (self.lm_head, self.embedding)}
+        if widths != {self.hidden_size}:
+            raise UserError(
+                f"target {self.name}: embedding or output head of width {min(widths)} beside layers of width "
+                f"{self.hidden_size} is not supported"
+            )
+        self.layers = _decoder_layers(self.decoder, self.num_layers, self.name)
+        self.windows = _attention_windows(self.config, self.num_layers, self.name)
+        self.switch = switch_of(self.config, self.name)  # where LongRoPE changes its factors
         kinds = getattr(self.config, "layer_types", None) or []
         # Layers with a running state in place of keys and values, see linear_cache.py.
         self.linear_layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
         if self.linear_layers:
             from spec_train.linear_cache import roll_back
 
-            roll_back((self.layers[i] for i in self.linear_layers), name)
+            roll_back((self.layers[i] for i in self.linear_layers), self.name)
         self.eos_token_ids = _eos_ids(model)
         self.graphs: Graphs | None = None  # set by `replaying`
-        self._additive_mask = config._attn_implementation == "eager"
-        self._check_head()
+        self._additive_mask = model.config._attn_implementation == "eager"
+        self._alibi = self.config.model_type == "bloom"
 
     @classmethod
     def load(
@@ -121,9 +137,7 @@ class TargetModel:
         know_mimo()
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
-            text: Any = config.get_text_config()
-            needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type == "gpt_oss"
-            attention = attn_implementation or ("eager" if needs_eager else GROUPED_ATTENTION)
+            attention = attn_implementation or attention_of(config)
             model = auto_class(config, name).from_pretrained(
                 name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
             )
@@ -171,6 +185,30 @@ class TargetModel:
                 f"target {self.name}: its output head ({self.config.model_type}) is not understood; logits disagree"
             )
 
+    @torch.no_grad()
+    def _check_steps(self) -> None:
+        """A padded prompt beside a longer one, then two tokens each on top of the cache: a family whose masks,
+        positions or cache are not those that we know ends here, and not in the midst of a run. Logits are compared with
+        the model's own in float32 alone, where they agree up to rounding whatever the experts are."""
+        texts, kept = [list(range(2, 10)), list(range(3, 7))], [6, 2]
+        texts = [[token % self.vocab_size for token in text] for text in texts]
+        if self.max_length < 9:
+            return
+        spec, cache = FeatureSpec((), last_hidden=False), self.new_cache(9)
+        self.prefill([text[:n] for text, n in zip(texts, kept, strict=True)], cache, spec)
+        ids = torch.tensor([text[n:] for text, n in zip(texts, kept, strict=True)], device=self.device)
+        position = torch.tensor(kept, device=self.device)[:, None] + torch.arange(2, device=self.device)
+        ours = self.logits(self.step(ids, position, cache, spec)[0])[:, -1].float()
+        if self.dtype != torch.float32:
+            return
+        for text, row in zip(texts, ours, strict=True):
+            own = self.model(input_ids=torch.tensor([text], device=self.device), use_cache=False).logits[0, -1].float()
+            if (own - row).abs().max() > 2e-2 * max(1.0, float(own.abs().max())):
+                raise UserError(
+                    f"target {self.name}: {self.config.model_type} is not understood; its steps on a cache disagree "
+                    "with its own pass over the whole text"
+                )
+
     # ------------------------------------------------------------------ forward passes
     @contextmanager
     def _capture(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -209,6 +247,12 @@ class TargetModel:
             index = torch.arange(position_BS.shape[1], device=position_BS.device)
             visible_BST = (index[None, :] <= index[:, None]).expand(position_BS.shape[0], -1, -1)
         mask = self._mask(visible_BST, position_BS, keys)
+        if self._alibi:
+            self.decoder.build_alibi_tensor = partial(_alibi, keys)
+            try:
+                return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+            finally:
+                del self.decoder.build_alibi_tensor  # the model's own again
         if self.switch is None:
             return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
         return self._switched(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
@@ -513,6 +557,35 @@ class TargetModel:
         ]
 
 
+@contextmanager
+def understood(name: str, family: str) -> Iterator[None]:
+    """Inside, whatever a family that we do not know raises becomes one line."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"target {name}: models of type {family} are not supported ({type(error).__name__}: {first})"
+        ) from error
+
+
+def outline(config: Any, name: str) -> TargetModel:
+    """The target of a config without its weights: parts and sizes, to see what can be trained beside it."""
+    attention = attention_of(config)
+    with torch.device("meta"):
+        model = auto_class(config, name).from_config(config, attn_implementation=attention)
+    return TargetModel(model, name, torch.device("meta"))
+
+
+def attention_of(config: Any) -> str:
+    """Which attention of Transformers a model of this config runs with: ours where it knows the family's."""
+    text: Any = config.get_text_config()
+    needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type in ("gpt_oss", "bloom")
+    return "eager" if needs_eager else GROUPED_ATTENTION
+
+
 def auto_class(config: Any, name: str) -> Any:
     """What loads a model of this kind: some families exist only with a vision tower beside them, which stays idle."""
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -618,6 +691,12 @@ def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int
     if not kinds:
         return {"all": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds) - {LINEAR})}
+
+
+def _alibi(key_BT: Tensor, _mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Bloom's bias [B * heads, 1, T] for keys at these positions, which it would count off a mask of two dimensions."""
+    unit = build_alibi_tensor(key_BT.new_ones(1, 2), num_heads, torch.float32)  # position 1 is biased by the slope
+    return (unit[:, 0, 1] * key_BT[..., None]).transpose(1, 2).reshape(-1, 1, key_BT.shape[1]).to(dtype)
 
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:

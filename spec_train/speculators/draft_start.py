@@ -19,10 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spec_train.data.chat import check_same_tokenizer, check_tokenizer_fits
 from spec_train.errors import UserError
-from spec_train.kv_cache import GROUPED_ATTENTION
 from spec_train.recipe import PositiveInt, Section, SpeculatorOptions
 from spec_train.speculators.losses import LossKind
-from spec_train.target import TargetModel
+from spec_train.target import TargetModel, attention_of
 
 
 class DraftShape(Section):
@@ -169,9 +168,7 @@ def build_model(config: dict[str, Any]) -> Any:
             f"a draft of model_type {config.get('model_type')!r} is not known to the installed transformers; "
             "give a causal language model that it supports"
         ) from None
-    needs_eager = getattr(parsed, "attn_logit_softcapping", None) is not None or parsed.model_type == "gpt_oss"
-    attention = "eager" if needs_eager else GROUPED_ATTENTION
-    return AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation=attention_of(parsed))
 
 
 def model_config(config: Any) -> dict[str, Any]:
