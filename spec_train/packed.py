@@ -38,7 +38,7 @@ class _Identity:
     next weight may lie where a freed one did. As long as the reference lives, its number is not given to another."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.storage = StorageWeakRef(weight.untyped_storage())
+        self.storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
         self.view = _view(weight)
 
     def same(self, weight: Tensor) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -695,8 +695,11 @@ def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int
 
 def _alibi(key_BT: Tensor, _mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """Bloom's bias [B * heads, 1, T] for keys at these positions, which it would count off a mask of two dimensions."""
-    unit = build_alibi_tensor(key_BT.new_ones(1, 2), num_heads, torch.float32)  # position 1 is biased by the slope
-    return (unit[:, 0, 1] * key_BT[..., None]).transpose(1, 2).reshape(-1, 1, key_BT.shape[1]).to(dtype)
+    unit: Tensor = build_alibi_tensor(
+        key_BT.new_ones(1, 2), num_heads, torch.float32
+    )  # position 1 is biased by the slope
+    bias_BTh: Tensor = unit[:, 0, 1] * key_BT[..., None]
+    return bias_BTh.transpose(1, 2).reshape(-1, 1, key_BT.shape[1]).to(dtype)
 
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:

@@ -95,7 +95,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "gpt_oss": {**EXPERTS, **ALTERNATING, "head_dim": 16},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
 }
 
 
@@ -113,6 +119,9 @@ def more_family(family: str, folder: Path, **overrides: Any) -> Path:
             # Norms that are all ones, or biases of zeros, hide one that is applied twice, or not at all.
             if value.ndim == 1 or name.endswith("bias"):
                 value.data += 0.3 * torch.randn_like(value)
+        # A dozen likely tokens: texts repeat, and drafts of a head that was barely trained are accepted now and then.
+        head = model.get_output_embeddings().weight.data
+        head *= 0.3 + 0.7 * torch.isin(torch.arange(len(head)), torch.arange(40, 52))[:, None]
     model.generation_config.bos_token_id = model.config.bos_token_id = 1
     model.generation_config.eos_token_id = model.config.eos_token_id = 2
     model.generation_config.pad_token_id = model.config.pad_token_id = 0
