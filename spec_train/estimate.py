@@ -17,7 +17,7 @@ DEFAULT_AUX_LAYERS = 3  # what EAGLE-3 reads where the recipe names no layers
 @dataclass(frozen=True)
 class TargetFacts:
     """A target as its config describes it. `weight_bytes`: of all its weights in target.dtype; a checkpoint that is
-    quantised may take less."""
+    quantised may take less. `switch`: where LongRoPE changes its factors, see long_rope.py."""
 
     family: str
     parameters: int
@@ -27,6 +27,7 @@ class TargetFacts:
     vocab_size: int
     max_length: int
     quantised: bool
+    switch: int | None = None
 
 
 def target_facts(run: Run) -> TargetFacts:
@@ -63,6 +64,7 @@ def target_facts(run: Run) -> TargetFacts:
         vocab_size=target.vocab_size,
         max_length=target.max_length,
         quantised=quantised,
+        switch=target.switch,
     )
 
 

@@ -36,6 +36,7 @@ from spec_train.long_rope import SwitchCache, switch_of
 from spec_train.packed import pack_linears
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
+_OWN_ATTENTION = ("gpt_oss", "bloom", "falcon")  # know no attention but those of Transformers, or need the scores
 LINEAR = "linear_attention"  # what Transformers calls such layers
 
 
@@ -138,9 +139,10 @@ class TargetModel:
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
             attention = attn_implementation or attention_of(config)
-            model = auto_class(config, name).from_pretrained(
-                name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
-            )
+            with understood(name, str(config.model_type), (OSError, ImportError)):
+                model = auto_class(config, name).from_pretrained(
+                    name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
+                )
         except OSError as error:
             first = str(error).strip().splitlines()[0]
             raise UserError(
@@ -558,13 +560,13 @@ class TargetModel:
 
 
 @contextmanager
-def understood(name: str, family: str) -> Iterator[None]:
-    """Inside, whatever a family that we do not know raises becomes one line."""
+def understood(name: str, family: str, known: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Inside, whatever a family that we do not know raises becomes one line; errors that are `known` pass."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, (UserError, torch.OutOfMemoryError, *known)):
+            raise
         first = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
             f"target {name}: models of type {family} are not supported ({type(error).__name__}: {first})"
@@ -574,7 +576,7 @@ def understood(name: str, family: str) -> Iterator[None]:
 def outline(config: Any, name: str) -> TargetModel:
     """The target of a config without its weights: parts and sizes, to see what can be trained beside it."""
     attention = attention_of(config)
-    with torch.device("meta"):
+    with torch.device("meta"), understood(name, str(config.model_type)):
         model = auto_class(config, name).from_config(config, attn_implementation=attention)
     return TargetModel(model, name, torch.device("meta"))
 
@@ -582,7 +584,7 @@ def outline(config: Any, name: str) -> TargetModel:
 def attention_of(config: Any) -> str:
     """Which attention of Transformers a model of this config runs with: ours where it knows the family's."""
     text: Any = config.get_text_config()
-    needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type in ("gpt_oss", "bloom")
+    needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type in _OWN_ATTENTION
     return "eager" if needs_eager else GROUPED_ATTENTION
 
 

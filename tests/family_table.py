@@ -1,4 +1,4 @@
-"""The table of families and methods in docs/methods.md: `python -m tests.family_table FOLDER` runs all cells in FOLDER
+"""The table of families and methods in docs/families.md: `python -m tests.family_table FOLDER` runs all cells in FOLDER
 and prints it. A cell is a run from prompts to its evaluation on a tiny target of the family, see `cell`."""
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def cell(family: str, method: str, folder: Path) -> tuple[str, str]:
-    """("runs", the acceptance lengths of the method and of prompt lookup), or ("refused", the line that says why).
+    """("runs", the acceptance lengths of the method and of prompt lookup), or ("refused", the line that says why, with
+    `TARGET` for the target's folder).
 
     Runs: the text of every decode is that of plain decoding, and the estimate is what was counted. Refused: by `run` in
     the same line as by its dry run, with nothing made. Targets and their answers in `folder` are shared.
@@ -47,7 +48,7 @@ def cell(family: str, method: str, folder: Path) -> tuple[str, str]:
         except UserError as again:
             assert str(again) == refused and "\n" not in refused
             assert sorted(folder.rglob("*")) == before
-            return "refused", refused
+            return "refused", refused.replace(str(target), "TARGET")
         raise AssertionError(f"the dry run refuses what runs: {refused}") from None
     run = Run(recipe)
     for stage in ("prompts", "responses", "features", "train", "eval"):
@@ -87,13 +88,20 @@ def write_recipe(family: str, method: str, target: Path, folder: Path) -> Path:
 
 def main(folder: Path) -> None:
     """Print the table in Markdown, and below it why cells are refused."""
-    print(f"| family | {' | '.join(METHODS)} |\n|{'---|' * (len(METHODS) + 1)}")
-    reasons: dict[str, None] = {}
+    print(f"| target | {' | '.join(METHODS)} | ngram |\n|{'---|' * (len(METHODS) + 2)}")
+    reasons: dict[str, str] = {}
     for family in CONFIGS:
-        found = [cell(family, method, folder) for method in METHODS]
-        reasons.update(dict.fromkeys(text for kind, text in found if kind == "refused"))
-        print(f"| {family} | {' | '.join(text if kind == 'runs' else 'refused' for kind, text in found)} |", flush=True)
-    print("\n".join(f"- {text}" for text in reasons))
+        cells, lookup = [], "refused"
+        for method in METHODS:
+            kind, text = cell(family, method, folder)
+            if kind == "runs":
+                length, lookup = text.split()
+                cells.append(length)
+            else:
+                cells.append("refused")
+                reasons.setdefault(text.replace(family, "FAMILY"), f"{family} x {method}")
+        print(f"| `{family}` | {' | '.join(cells)} | {lookup} |", flush=True)
+    print("\n".join(f"- {where}: {text}" for text, where in reasons.items()))
 
 
 if __name__ == "__main__":

@@ -104,14 +104,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+ALIBI = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}  # Falcon's, which is in no table
+
 
 def more_family(family: str, folder: Path, **overrides: Any) -> Path:
     """Write a random checkpoint of `family` with the tiny tokenizer into `folder/<family>` and return that folder.
     `overrides` replace entries of its config."""
-    settings = {key: value for key, value in {**SIZES, **CONFIGS[family], **overrides}.items() if value is not None}
-    for key, value in {**CONFIGS[family], **overrides}.items():
-        if value is None and key in ("sliding_window", "n_inner"):
-            settings[key] = None
+    changed = {**CONFIGS.get(family, ALIBI), **overrides}
+    none = {key: None for key in ("sliding_window", "n_inner") if key in changed}
+    settings = none | {key: value for key, value in {**SIZES, **changed}.items() if value is not None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32)

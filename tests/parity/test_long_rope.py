@@ -3,7 +3,6 @@ it and beyond. The reference is a pass of Transformers over the text so far, alo
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from spec_train.speculators.draft_lm import DraftLM
 from spec_train.speculators.draft_start import DraftLMOptions
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import renewal_counts
-from tests.more_families import SWITCH, more_family
+from tests.more_families import more_family
 from tests.parity.test_eagle3 import packed_batch
 
 GREEDY = Sampling()
