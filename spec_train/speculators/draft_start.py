@@ -277,7 +277,7 @@ def named(target: TargetModel, name: str) -> str:
 
 
 def shaped(target: TargetModel, shape: DraftShape) -> dict[str, Any]:
-    """The config of a fresh model of the target's family and vocabulary. Raises UserError for heads that do not divide."""
+    """The config of a fresh model of the target's family and vocabulary. Raises UserError where heads do not divide."""
     kept = choose_layers(min(shape.num_layers, target.num_layers), "evenly", target.num_layers)
     config = cut_layers(target, [kept[min(i, len(kept) - 1)] for i in range(shape.num_layers)])
     heads, width = int(target.config.num_attention_heads), target.hidden_size
