@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from spec_train.dry_run import plan
@@ -43,13 +44,11 @@ def cell(family: str, method: str, folder: Path) -> tuple[str, str]:
         plan(recipe)
     except UserError as error:
         refused, before = str(error), sorted(folder.rglob("*"))
-        try:
+        with pytest.raises(UserError) as caught:
             run_all(recipe, set())
-        except UserError as again:
-            assert str(again) == refused and "\n" not in refused
-            assert sorted(folder.rglob("*")) == before
-            return "refused", refused.replace(str(target), "TARGET")
-        raise AssertionError(f"the dry run refuses what runs: {refused}") from None
+        assert str(caught.value) == refused and "\n" not in refused
+        assert sorted(folder.rglob("*")) == before
+        return "refused", refused.replace(str(target), "TARGET")
     run = Run(recipe)
     for stage in ("prompts", "responses", "features", "train", "eval"):
         STAGES[stage](run, False)

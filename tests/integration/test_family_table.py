@@ -12,7 +12,7 @@ from tests.family_table import METHODS, cell
 from tests.more_families import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-# What sets families apart (learned positions, alibi, factors that change, windows with scaled logits), each method but
+# What sets families apart (learned positions, alibi, factors that change), each method but
 # `mtp`, which goes beside Llama's kind alone and has tests of its own, and each way to be refused.
 SAMPLE = {
     ("gpt2", "eagle3"),
@@ -21,7 +21,7 @@ SAMPLE = {
     ("opt", "pard"),
     ("bloom", "eagle1"),
     ("phi3", "medusa"),
-    ("cohere2", "draft_lm"),
+    ("opt", "draft_lm"),
     ("falcon_h1", "eagle3"),
     ("gemma2", "draft_lm"),
     ("olmo2", "mtp"),

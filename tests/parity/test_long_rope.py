@@ -118,7 +118,7 @@ def test_a_step_across_the_switch_is_that_of_single_tokens(pair: tuple[TargetMod
 def test_drafts_across_the_switch_leave_text_and_estimate_exact(
     pair: tuple[TargetModel, Any], texts: list[list[int]], batch_size: int
 ) -> None:
-    """The draft has the target's factors and a cache of its own; rounds of 4 tokens end before and beyond the switch."""
+    """The draft has the target's factors and a cache of its own; rounds of 4 tokens end before and beyond it."""
     target, k = pair[0], 3
     draft = noisy_draft(target)
     settings: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": NEW, "batch_size": batch_size}
