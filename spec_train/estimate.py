@@ -5,7 +5,6 @@ recipe, bytes of hidden states. Upper bounds where the answers do not exist yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from spec_train.data.chat import check_tokenizer_fits
 from spec_train.data.features import bytes_per_position
@@ -18,7 +17,7 @@ DEFAULT_AUX_LAYERS = 3  # what EAGLE-3 reads where the recipe names no layers
 @dataclass(frozen=True)
 class TargetFacts:
     """A target as its config describes it. `weight_bytes`: of all its weights in target.dtype; a checkpoint that is
-    quantised may take less."""
+    quantised may take less. `switch`: where LongRoPE changes its factors, see long_rope.py."""
 
     family: str
     parameters: int
@@ -28,15 +27,18 @@ class TargetFacts:
     vocab_size: int
     max_length: int
     quantised: bool
+    switch: int | None = None
 
 
 def target_facts(run: Run) -> TargetFacts:
     """Reads config.json and builds the model without memory for its weights. Raises UserError where the target is not
-    reachable, is no language model, or has another tokenizer than the recipe's."""
+    reachable, is no language model that we can run, is none that the recipe's speculator can be trained beside, or has
+    another tokenizer than the recipe's."""
     import torch
     from transformers import AutoConfig
 
-    from spec_train.target import auto_class, know_mimo
+    from spec_train.speculators import speculator_class
+    from spec_train.target import know_mimo, outline
 
     section, name = run.recipe.target, run.target_path
     know_mimo()
@@ -49,21 +51,20 @@ def target_facts(run: Run) -> TargetFacts:
         ) from None
     dtype = getattr(torch, section.dtype)
     quantised = getattr(config, "quantization_config", None) is not None
-    with torch.device("meta"):
-        model = auto_class(config, name).from_config(config)
-    text: Any = config.get_text_config()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    vocab_size = int(model.get_output_embeddings().weight.shape[0])
-    check_tokenizer_fits(run.tokenizer, vocab_size)
+    target = outline(config, name)
+    speculator_class(run.recipe.speculator.type).check_target(run.recipe.speculator, target)
+    parameters = sum(parameter.numel() for parameter in target.model.parameters())
+    check_tokenizer_fits(run.tokenizer, target.vocab_size)
     return TargetFacts(
         family=str(config.model_type),
         parameters=parameters,
         weight_bytes=parameters * int(dtype.itemsize),
-        hidden_size=int(text.hidden_size),
-        layers=int(text.num_hidden_layers),
-        vocab_size=vocab_size,
-        max_length=int(getattr(text, "max_position_embeddings", 0)),
+        hidden_size=target.hidden_size,
+        layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        max_length=target.max_length,
         quantised=quantised,
+        switch=target.switch,
     )
 
 

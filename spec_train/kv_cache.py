@@ -31,7 +31,8 @@ def grouped_attention(
     """Scaled dot-product attention that folds the query heads of a group into the query axis.
 
     With an explicit mask the stock path copies every key and value once per query head, which dominates a decoding
-    step; folding computes the same kernel without the copy. query [B, heads, S, d], key/value [B, kv_heads, T, d].
+    step; folding computes the same kernel without the copy. query [B, heads, S, d], key [B, kv_heads, T, d], value
+    [B, kv_heads, T, v], where latent attention has v unlike d -> [B, S, heads, v].
     """
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
@@ -45,7 +46,7 @@ def grouped_attention(
     if mask is not None and groups > 1 and mask.shape[-2] > 1:  # one query's mask serves every head as it is
         mask = mask.expand(batch, -1, -1, -1).repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return out.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
+    return out.view(batch, heads, length, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)

@@ -20,6 +20,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 MOST_BYTES = 4 << 30
 FEWEST_ROWS = 4  # oneDNN's kernels for fewer rows are slower than the one for four
@@ -32,13 +33,34 @@ _every: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
 _enabled = True
 
 
+class _Identity:
+    """Which weight was packed: its storage, held weakly, and the view and version of it. An address tells nothing: the
+    next weight may lie where a freed one did. As long as the reference lives, its number is not given to another."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+        self.view = _view(weight)
+
+    def same(self, weight: Tensor) -> bool:
+        """Whether `weight` is what was packed."""
+        return self.storage.cdata == weight.untyped_storage()._cdata and self.view == _view(weight)
+
+    def equals(self, other: _Identity) -> bool:
+        """Whether both are of one weight."""
+        return bool(self.storage == other.storage) and self.view == other.view
+
+
+def _view(weight: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
+    return weight.data_ptr(), weight._version, weight.shape, weight.stride()
+
+
 class PackedWeight:
     """The packed copy of one weight, for whoever owns the weight to keep. A copy of its owner starts without one."""
 
     def __init__(self) -> None:
         self.packed: Tensor | None = None
         self.bytes = 0
-        self.of: tuple[int, int, torch.Size] | None = None  # address, version and shape of the weight that was packed
+        self.of: _Identity | None = None
         _every.add(self)
 
     def __reduce__(self) -> tuple[type[PackedWeight], tuple[()]]:
@@ -57,7 +79,7 @@ class PackedWeight:
             or not _enabled
         ):
             return F.linear(x, weight, bias)
-        if self.of is None or self.of != (weight.data_ptr(), weight._version, weight.shape):
+        if self.of is None or not self.of.same(weight):
             self._pack(weight)
         if self.packed is None:
             return F.linear(x, weight, bias)
@@ -72,11 +94,11 @@ class PackedWeight:
         self.packed, self.bytes = None, 0
         if not _SUPPORTED or type(weight) not in (Tensor, nn.Parameter) or not weight.is_cpu:
             return
-        self.of = (weight.data_ptr(), weight._version, weight.shape)
-        same = [other for other in _every if other.packed is not None and other.of == self.of and other is not self]
-        if same:  # a head that a draft borrows
-            self.packed = same[0].packed
-            return
+        self.of = _Identity(weight)
+        for other in _every:
+            if other is not self and other.packed is not None and other.of is not None and other.of.equals(self.of):
+                self.packed = other.packed  # a head that a draft borrows
+                return
         size = weight.numel() * weight.element_size()
         if size + sum(other.bytes for other in _every) <= MOST_BYTES:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEWEST_ROWS)

@@ -18,6 +18,7 @@ from rich.console import Console
 from spec_train.data.documents import read_documents
 from spec_train.data.prompts import load_conversations
 from spec_train.errors import UserError
+from spec_train.estimate import target_facts
 from spec_train.manifest import read_manifest
 from spec_train.recipe import Recipe
 from spec_train.run import Run
@@ -42,8 +43,11 @@ STAGES: dict[str, Callable[[Run, bool], None]] = {
 
 
 def run_all(recipe: Recipe, force: set[str]) -> None:
-    """Every stage in order. `force`: stages to make anew, and with them all that follow."""
+    """Every stage in order. `force`: stages to make anew, and with them all that follow. Raises UserError before the
+    first one for a target that cannot be run, or that the recipe's speculator cannot be trained beside."""
     run = Run(recipe)
+    if force or not all(is_finished(run.stage_directory(name)) for name in STAGES):
+        target_facts(run)  # refuses what cannot be trained before anything is made
     anew = False
     for name, stage in STAGES.items():
         anew = anew or name in force

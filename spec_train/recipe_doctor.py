@@ -14,7 +14,7 @@ from spec_train.data.chat import inspect_rows
 from spec_train.data.features import free_disk
 from spec_train.dry_run import plan
 from spec_train.errors import UserError
-from spec_train.estimate import size, state_bytes
+from spec_train.estimate import TargetFacts, size, state_bytes
 from spec_train.recipe import Recipe
 from spec_train.run import Run
 from spec_train.serving.contract import CAPABILITIES, installed_vllm, target_problem, version_problem
@@ -67,7 +67,7 @@ def diagnose(recipe: Recipe, steps: int) -> Diagnosis:
         Check("target", "pass", lines["target"]),
         Check("data", "pass", lines["prompts"]),
         Check("disk", "fail" if short else "pass", lines["features"]),
-        _vllm(recipe, planned.facts.family),
+        _vllm(recipe, planned.facts),
     ]
     try:
         document = _sample(run)
@@ -87,10 +87,15 @@ def diagnose(recipe: Recipe, steps: int) -> Diagnosis:
     return Diagnosis(checks, preview)
 
 
-def _vllm(recipe: Recipe, family: str) -> Check:
+def _vllm(recipe: Recipe, facts: TargetFacts) -> Check:
     """Whether the installed vLLM loads the method, and what this target takes."""
     kind, version = recipe.speculator.type, installed_vllm()
-    needs = target_problem(kind, family) or CAPABILITIES[kind].needs
+    needs = target_problem(kind, facts.family) or CAPABILITIES[kind].needs
+    if facts.switch is not None:
+        long_rope = (
+            f"LongRoPE: --max-model-len {facts.switch}, above which vLLM takes the long factors for every request"
+        )
+        needs = f"{needs}; {long_rope}" if needs else long_rope
     if version is None:
         return Check("vllm", "note", f"not installed here; {kind} needs {needs}" if needs else "not installed here")
     problem = version_problem(kind, version)

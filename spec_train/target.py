@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,18 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import RequestGenerators, Sampling, target_probs
 from spec_train.errors import UserError
 from spec_train.graphs import GraphCache, Graphs
 from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
+from spec_train.long_rope import SwitchCache, switch_of
 from spec_train.packed import pack_linears
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
+_OWN_ATTENTION = ("gpt_oss", "bloom", "falcon")  # know no attention but those of Transformers, or need the scores
 LINEAR = "linear_attention"  # what Transformers calls such layers
 
 
@@ -69,36 +72,52 @@ class TargetModel:
 
     def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
         self.model = model.eval().requires_grad_(False)
-        pack_linears(model)
         self.name = name
         self.device = device
         config: Any = model.config
         self.full_config = config
         self.config: Any = config.get_text_config()
-        self.decoder: Any = cast(Any, model).get_decoder()
+        with understood(name, str(config.model_type)):
+            self._find_parts()
+            if device.type != "meta":  # an outline
+                pack_linears(model)
+                self._check_head()
+                self._check_steps()
+
+    def _find_parts(self) -> None:
+        """Where this family keeps what we need of it. Raises UserError for what we could not run."""
+        model: Any = self.model
+        self.decoder: Any = model.get_decoder()
         inner = getattr(self.decoder, "language_model", None)
         if isinstance(inner, nn.Module):  # a wrapper that also holds a vision tower
             self.decoder = inner
-        self.lm_head: nn.Linear = cast(Any, model).get_output_embeddings()
-        self.embedding: nn.Embedding = cast(Any, model).get_input_embeddings()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.embedding: nn.Embedding = model.get_input_embeddings()
         self.num_layers = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
         self.vocab_size = int(self.lm_head.weight.shape[0])
         self.dtype = self.lm_head.weight.dtype
         self.max_length = length_limit(self.config)
-        self.layers = _decoder_layers(self.decoder, self.num_layers, name)
-        self.windows = _attention_windows(self.config, self.num_layers, name)
+        widths = {int(part.weight.shape[1]) for part in (self.lm_head, self.embedding)}
+        if widths != {self.hidden_size}:
+            raise UserError(
+                f"target {self.name}: embedding or output head of width {min(widths)} beside layers of width "
+                f"{self.hidden_size} is not supported"
+            )
+        self.layers = _decoder_layers(self.decoder, self.num_layers, self.name)
+        self.windows = _attention_windows(self.config, self.num_layers, self.name)
+        self.switch = switch_of(self.config, self.name)  # where LongRoPE changes its factors
         kinds = getattr(self.config, "layer_types", None) or []
         # Layers with a running state in place of keys and values, see linear_cache.py.
         self.linear_layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
         if self.linear_layers:
             from spec_train.linear_cache import roll_back
 
-            roll_back((self.layers[i] for i in self.linear_layers), name)
+            roll_back((self.layers[i] for i in self.linear_layers), self.name)
         self.eos_token_ids = _eos_ids(model)
         self.graphs: Graphs | None = None  # set by `replaying`
-        self._additive_mask = config._attn_implementation == "eager"
-        self._check_head()
+        self._additive_mask = model.config._attn_implementation == "eager"
+        self._alibi = self.config.model_type == "bloom"
 
     @classmethod
     def load(
@@ -119,12 +138,11 @@ class TargetModel:
         know_mimo()
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
-            text: Any = config.get_text_config()
-            needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type == "gpt_oss"
-            attention = attn_implementation or ("eager" if needs_eager else GROUPED_ATTENTION)
-            model = auto_class(config, name).from_pretrained(
-                name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
-            )
+            attention = attn_implementation or attention_of(config)
+            with understood(name, str(config.model_type), (OSError, ImportError)):
+                model = auto_class(config, name).from_pretrained(
+                    name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
+                )
         except OSError as error:
             first = str(error).strip().splitlines()[0]
             raise UserError(
@@ -169,6 +187,30 @@ class TargetModel:
                 f"target {self.name}: its output head ({self.config.model_type}) is not understood; logits disagree"
             )
 
+    @torch.no_grad()
+    def _check_steps(self) -> None:
+        """A padded prompt beside a longer one, then two tokens each on top of the cache: a family whose masks,
+        positions or cache are not those that we know ends here, and not in the midst of a run. Logits are compared with
+        the model's own in float32 alone, where they agree up to rounding whatever the experts are."""
+        texts, kept = [list(range(2, 10)), list(range(3, 7))], [6, 2]
+        texts = [[token % self.vocab_size for token in text] for text in texts]
+        if self.max_length < 9:
+            return
+        spec, cache = FeatureSpec((), last_hidden=False), self.new_cache(9)
+        self.prefill([text[:n] for text, n in zip(texts, kept, strict=True)], cache, spec)
+        ids = torch.tensor([text[n:] for text, n in zip(texts, kept, strict=True)], device=self.device)
+        position = torch.tensor(kept, device=self.device)[:, None] + torch.arange(2, device=self.device)
+        ours = self.logits(self.step(ids, position, cache, spec)[0])[:, -1].float()
+        if self.dtype != torch.float32:
+            return
+        for text, row in zip(texts, ours, strict=True):
+            own = self.model(input_ids=torch.tensor([text], device=self.device), use_cache=False).logits[0, -1].float()
+            if (own - row).abs().max() > 2e-2 * max(1.0, float(own.abs().max())):
+                raise UserError(
+                    f"target {self.name}: {self.config.model_type} is not understood; its steps on a cache disagree "
+                    "with its own pass over the whole text"
+                )
+
     # ------------------------------------------------------------------ forward passes
     @contextmanager
     def _capture(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -207,16 +249,69 @@ class TargetModel:
             index = torch.arange(position_BS.shape[1], device=position_BS.device)
             visible_BST = (index[None, :] <= index[:, None]).expand(position_BS.shape[0], -1, -1)
         mask = self._mask(visible_BST, position_BS, keys)
+        if self._alibi:
+            self.decoder.build_alibi_tensor = partial(_alibi, keys)
+            try:
+                return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+            finally:
+                del self.decoder.build_alibi_tensor  # the model's own again
+        if self.switch is None:
+            return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+        return self._switched(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+
+    def _stack(
+        self,
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        mask: Tensor | dict[str, Any],
+        cache: SlotCache | None,
+        aux_layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decoder stack, once. Tokens beyond the context (padding, drafts that are cut, finished rows that ride
+        along) take the last position: a table of positions ends there, and no answer depends on them."""
         with self._capture(aux_layer_ids) as states:
             out = self.decoder(
                 input_ids=input_ids_BS,
                 attention_mask=mask,
-                position_ids=position_BS,
+                position_ids=position_BS.clamp(max=self.max_length - 1),
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
         aux = torch.cat([states[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else None
         return out.last_hidden_state, aux
+
+    def _switched(
+        self,
+        input_ids_BS: Tensor,
+        position_BS: Tensor,
+        mask: Tensor | dict[str, Any],
+        cache: SlotCache | None,
+        aux_layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """`_stack` under the short factors for positions below `switch`, under the long ones from there on, see
+        long_rope.py. Transformers picks by the largest position of a pass."""
+        assert self.switch is not None
+        long_BS, last = position_BS >= self.switch, self.switch - 1
+        long_cache = None
+        if isinstance(cache, SwitchCache):
+            cache.remember(input_ids_BS)
+            long_cache = cache.long
+        if not bool(long_BS.any()):
+            return self._stack(input_ids_BS, position_BS, mask, cache, aux_layer_ids)
+        if isinstance(cache, SwitchCache):
+            with cache.catching_up(long_BS.any(1)) as lacking:
+                if lacking is not None:
+                    slot_BW = lacking[1]
+                    slot_BT = torch.arange(cache.max_length, device=slot_BW.device)[None].expand(len(slot_BW), -1)
+                    seen_BWT = slot_BT[:, None] <= slot_BW[:, :, None]
+                    self._stack(lacking[0], slot_BW, self._mask(seen_BWT, slot_BW, slot_BT), long_cache, ())
+        long, long_aux = self._stack(input_ids_BS, position_BS, mask, long_cache, aux_layer_ids)
+        if bool(long_BS.all()):
+            return long, long_aux
+        short, short_aux = self._stack(input_ids_BS, position_BS.clamp(max=last), mask, cache, aux_layer_ids)
+        takes_long = long_BS[..., None]
+        aux = None if short_aux is None or long_aux is None else torch.where(takes_long, long_aux, short_aux)
+        return torch.where(takes_long, long, short), aux
 
     def _mask(self, visible_BST: Tensor, query_BS: Tensor, key_BT: Tensor) -> Tensor | dict[str, Any]:
         """The attention mask in the form the model takes: one tensor, or one for each kind of layer."""
@@ -268,6 +363,8 @@ class TargetModel:
             from spec_train.linear_cache import LinearCache
 
             return LinearCache(self.num_layers, max_length)
+        if self.switch is not None:
+            return SwitchCache(self.num_layers, max_length)
         if self.graphs is not None:
             return self.graphs.new_cache(self.model, self.num_layers, max_length)
         return SlotCache(self.num_layers, max_length)
@@ -462,6 +559,35 @@ class TargetModel:
         ]
 
 
+@contextmanager
+def understood(name: str, family: str, known: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Inside, whatever a family that we do not know raises becomes one line; errors that are `known` pass."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (UserError, torch.OutOfMemoryError, *known)):
+            raise
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"target {name}: models of type {family} are not supported ({type(error).__name__}: {first})"
+        ) from error
+
+
+def outline(config: Any, name: str) -> TargetModel:
+    """The target of a config without its weights: parts and sizes, to see what can be trained beside it."""
+    attention = attention_of(config)
+    with torch.device("meta"), understood(name, str(config.model_type)):
+        model = auto_class(config, name).from_config(config, attn_implementation=attention)
+    return TargetModel(model, name, torch.device("meta"))
+
+
+def attention_of(config: Any) -> str:
+    """Which attention of Transformers a model of this config runs with: ours where it knows the family's."""
+    text: Any = config.get_text_config()
+    needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or text.model_type in _OWN_ATTENTION
+    return "eager" if needs_eager else GROUPED_ATTENTION
+
+
 def auto_class(config: Any, name: str) -> Any:
     """What loads a model of this kind: some families exist only with a vision tower beside them, which stays idle."""
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -567,6 +693,15 @@ def _attention_windows(config: Any, num_layers: int, name: str) -> dict[str, int
     if not kinds:
         return {"all": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds) - {LINEAR})}
+
+
+def _alibi(key_BT: Tensor, _mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Bloom's bias [B * heads, 1, T] for keys at these positions, which it would count off a mask of two dimensions."""
+    unit: Tensor = build_alibi_tensor(
+        key_BT.new_ones(1, 2), num_heads, torch.float32
+    )  # position 1 is biased by the slope
+    bias_BTh: Tensor = unit[:, 0, 1] * key_BT[..., None]
+    return bias_BTh.transpose(1, 2).reshape(-1, 1, key_BT.shape[1]).to(dtype)
 
 
 def _eos_ids(model: nn.Module) -> frozenset[int]:

@@ -102,7 +102,7 @@ def version_problem(kind: str, version: str) -> str | None:
 # Families whose own classes in vLLM 0.32 and 0.33 do not give their states to EAGLE-3; its Transformers backend does.
 _WITHOUT_EAGLE3 = (
     *("gemma2", "gemma3", "gemma3_text", "opt", "gpt2", "gpt_neox", "phi", "olmo2", "olmo3", "smollm3", "stablelm"),
-    *("falcon", "bloom", "exaone4", "glm4"),
+    *("falcon", "bloom", "exaone4", "glm4", "mixtral", "cohere", "cohere2", "nemotron"),
 )
 
 

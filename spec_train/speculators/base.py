@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
 from spec_train.decoding.sampling import Sampling
+from spec_train.errors import UserError
 from spec_train.recipe import SpeculatorOptions
 from spec_train.target import TargetModel
 
@@ -161,6 +162,16 @@ class Speculator(nn.Module, Proposer):
     config: Any  # a dataclass; saved beside every checkpoint
     num_depths: int  # depths trained at once (TTT steps, heads)
     max_draft_tokens: int | None = None  # the deepest draft; None where it drafts on and on
+
+    @classmethod
+    def check_target(cls, options: Any, target: TargetModel) -> None:
+        """Raise UserError where a speculator with these recipe options cannot be trained beside `target`, of which
+        config, modules and shapes are read alone: it may be an `outline` without weights."""
+        if target.lm_head.bias is not None:
+            raise UserError(
+                f"target {target.name}: its output head ({target.config.model_type}) has a bias, which no speculator "
+                "here is trained with"
+            )
 
     @classmethod
     @abstractmethod

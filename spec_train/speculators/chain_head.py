@@ -39,7 +39,7 @@ from spec_train.kv_cache import SlotCache, grouped_attention
 from spec_train.speculators.base import GREEDY, Committed, ResponseHits
 from spec_train.speculators.distillation import chain_hits
 from spec_train.speculators.heads import config_value
-from spec_train.speculators.layers import DraftLayer, ttt_attention
+from spec_train.speculators.layers import DraftLayer, layer_geometry, ttt_attention
 from spec_train.speculators.start import StartableSpeculator
 from spec_train.speculators.supervision import Queries, supervised_queries
 from spec_train.target import TargetModel
@@ -193,6 +193,14 @@ class ChainHead(StartableSpeculator):
     def target(self) -> TargetModel:
         """The target this head was built for."""
         return self._target[0]
+
+    @classmethod
+    def check_target(cls, options: Any, target: TargetModel) -> None:
+        """See `Speculator.check_target`."""
+        super().check_target(options, target)
+        if options.start_from is None:
+            layer_geometry(target)
+            cls.required_features(options, target)
 
     def borrow(self, target: TargetModel) -> None:
         """Take the frozen embedding of the target (shared storage where dtype and device agree)."""

@@ -45,6 +45,7 @@ from spec_train.speculators.draft_start import (
     draft_config,
     lend,
     start,
+    start_outline,
     with_rows,
 )
 from spec_train.speculators.lora import inject_lora, merged
@@ -93,15 +94,7 @@ class DraftLM(Speculator):
         # A TargetModel knows every family's masks, cached steps and logit scales. In a tuple: its modules are ours.
         self._body = (TargetModel(model, "of the draft", torch.device("cpu")),)
         body = self.body
-        if body.lm_head.bias is not None or getattr(body.config, "final_logit_softcapping", None) is not None:
-            raise UserError(
-                f"a draft of model_type {body.config.model_type} (biased or capped logits) is not supported"
-            )
-        if body.linear_layers:
-            raise UserError(
-                "a draft with linear attention layers is not supported; name full attention layers in "
-                "speculator.start_layers, or a speculator.start_model that has no others"
-            )
+        check_body(body)
         self.decoder = body.decoder
         self.lm_head = None if config.model["tie_word_embeddings"] else body.lm_head
         names = {id(module): name for name, module in model.named_modules()}
@@ -157,6 +150,13 @@ class DraftLM(Speculator):
 
     # ------------------------------------------------------------------ construction
     @classmethod
+    def check_target(cls, options: Any, target: TargetModel) -> None:
+        """See `Speculator.check_target`. A `start_model` is looked at when it is loaded."""
+        super().check_target(options, target)
+        if (body := start_outline(options, target)) is not None:
+            check_body(body)
+
+    @classmethod
     def required_features(cls, options: Any, target: TargetModel) -> FeatureSpec:
         """The target's last state, which gives its laws; drafting reads none."""
         return FeatureSpec(aux_layer_ids=(), last_hidden=True)
@@ -175,8 +175,9 @@ class DraftLM(Speculator):
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """See `Speculator.from_checkpoint`."""
         config = cls.config_class(**saved)
+        model = build_model(config.model)
         if config.model["vocab_size"] != target.vocab_size or (
-            config.borrows and config.model["hidden_size"] != target.hidden_size
+            config.borrows and int(model.config.hidden_size) != target.hidden_size
         ):
             raise UserError(
                 f"{checkpoint}: trained for a target of vocabulary {config.model['vocab_size']}; {target.name} has "
@@ -185,7 +186,7 @@ class DraftLM(Speculator):
         tensors = load_file(checkpoint / "model.safetensors")
         if config.lora is not None:
             tensors = merged(tensors, config.lora)
-        draft = cls(replace(config, lora=None), build_model(config.model), torch.arange(target.vocab_size))
+        draft = cls(replace(config, lora=None), model, torch.arange(target.vocab_size))
         draft.load_state_dict(tensors)
         draft.to(target.device, target.dtype).borrow(target)
         return draft.eval().requires_grad_(False)
@@ -386,3 +387,14 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     """What matrix products run in: the autocast dtype, else float32."""
     on = torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if on else torch.float32
+
+
+def check_body(body: TargetModel) -> None:
+    """Raise UserError for a model that cannot be trained as a draft."""
+    if body.lm_head.bias is not None or getattr(body.config, "final_logit_softcapping", None) is not None:
+        raise UserError(f"a draft of model_type {body.config.model_type} (biased or capped logits) is not supported")
+    if body.linear_layers:
+        raise UserError(
+            "a draft with linear attention layers is not supported; name full attention layers in "
+            "speculator.start_layers, or a speculator.start_model that has no others"
+        )

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spec_train.data.chat import check_same_tokenizer, check_tokenizer_fits
 from spec_train.errors import UserError
-from spec_train.kv_cache import GROUPED_ATTENTION
 from spec_train.recipe import PositiveInt, Section, SpeculatorOptions
+from spec_train.speculators.layers import MLP_WIDTHS, mlp_width
 from spec_train.speculators.losses import LossKind
-from spec_train.target import TargetModel
+from spec_train.target import TargetModel, attention_of
 
 
 class DraftShape(Section):
@@ -146,17 +146,28 @@ def start(options: Any, target: TargetModel) -> Any:
     if options.start_model is not None:
         return start_from_model(options.start_model, target)
     if options.shape is not None:
-        model = start_from_shape(target, options.shape)
+        model = build_model(shaped(target, options.shape))
     else:
-        ids = options.start_layers
-        if isinstance(ids, int):
-            ids = choose_layers(ids, options.layer_choice, target.num_layers)
-        model = start_from_layers(target, ids)
+        model = start_from_layers(target, chosen_layers(options, target))
     if int(model.config.hidden_size) == target.hidden_size:
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(target.embedding.weight.float())
             model.get_output_embeddings().weight.copy_(target.lm_head.weight.float())
     return model
+
+
+def start_outline(options: Any, target: TargetModel) -> TargetModel | None:
+    """The draft that `start` would build, without weights; None for a `start_model`, which is not read here. Raises
+    UserError where it could not be built."""
+    if options.start_model is not None:
+        return None
+    ids = None if options.shape is not None else chosen_layers(options, target)
+    with torch.device("meta"):
+        model = build_model(shaped(target, options.shape) if ids is None else cut_layers(target, ids))
+    body = TargetModel(model, "of the draft", torch.device("meta"))
+    if ids is not None:
+        layer_sources(target, body, ids)
+    return body
 
 
 def build_model(config: dict[str, Any]) -> Any:
@@ -169,9 +180,7 @@ def build_model(config: dict[str, Any]) -> Any:
             f"a draft of model_type {config.get('model_type')!r} is not known to the installed transformers; "
             "give a causal language model that it supports"
         ) from None
-    needs_eager = getattr(parsed, "attn_logit_softcapping", None) is not None or parsed.model_type == "gpt_oss"
-    attention = "eager" if needs_eager else GROUPED_ATTENTION
-    return AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation=attention_of(parsed))
 
 
 def model_config(config: Any) -> dict[str, Any]:
@@ -183,6 +192,19 @@ def model_config(config: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------ layers of the target
+def chosen_layers(options: Any, target: TargetModel) -> list[int]:
+    """The ids that `speculator.start_layers` stands for. Raises UserError where the target does not have them."""
+    ids: int | list[int] = options.start_layers
+    if isinstance(ids, int):
+        return choose_layers(ids, options.layer_choice, target.num_layers)
+    if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= target.num_layers:
+        raise UserError(
+            f"speculator.start_layers {ids}: ids must be distinct and lie in 0..{target.num_layers - 1}, the layers of "
+            "the target"
+        )
+    return ids
+
+
 def choose_layers(count: int, choice: Literal["evenly", "first_last"], available: int) -> list[int]:
     """Ids of `count` layers out of `available`: evenly spaced from the first to the last, or from both ends.
 
@@ -198,32 +220,37 @@ def choose_layers(count: int, choice: Literal["evenly", "first_last"], available
 
 def start_from_layers(target: TargetModel, ids: list[int]) -> Any:
     """A model of the chosen layers of `target`, in the given order, with its final norm; embedding and head are random.
-    Raises UserError for ids that the target does not have, or weights that cannot be copied."""
-    if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= target.num_layers:
-        raise UserError(
-            f"speculator.start_layers {ids}: ids must be distinct and lie in 0..{target.num_layers - 1}, the layers of "
-            "the target"
-        )
+    Raises UserError for weights that cannot be copied."""
     model = build_model(cut_layers(target, ids))
     body = TargetModel(model, "draft", torch.device("cpu"))
+    with torch.no_grad():
+        for parameter, source in layer_sources(target, body, ids):
+            parameter.copy_(source.float())
+    return model
+
+
+def layer_sources(target: TargetModel, body: TargetModel, ids: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """(parameter of `body`, a model of the layers `ids`; the parameter of `target` that it starts as), but for the
+    embedding. Raises UserError where the target has none of that shape."""
     sources = dict(target.decoder.named_parameters())
     stack = next(name for name, module in target.decoder.named_modules() if module is target.layers)
-    with torch.no_grad():
-        for name, parameter in body.decoder.named_parameters():
-            if parameter is body.embedding.weight:
-                continue
-            source = name
-            if name.startswith(f"{stack}."):
-                number, rest = name.removeprefix(f"{stack}.").split(".", 1)
-                source = f"{stack}.{ids[int(number)]}.{rest}"
-            found = sources.get(source)
-            if found is None or found.shape != parameter.shape:
-                raise UserError(
-                    f"speculator.start_layers: {source} of the target cannot be copied (quantised weights cannot); "
-                    "start from speculator.start_model or speculator.shape"
-                )
-            parameter.copy_(found.float())
-    return model
+    pairs = []
+    for name, parameter in body.decoder.named_parameters():
+        if parameter is body.embedding.weight:
+            continue
+        source = name
+        if name.startswith(f"{stack}."):
+            number, rest = name.removeprefix(f"{stack}.").split(".", 1)
+            source = f"{stack}.{ids[int(number)]}.{rest}"
+        found = sources.get(source)
+        if found is None or found.shape != parameter.shape:
+            raise UserError(
+                f"speculator.start_layers: {source} of the target cannot be copied (quantised weights cannot, nor "
+                f"layers that {target.config.model_type} would build in another form at their new place); start from "
+                "speculator.start_model or speculator.shape"
+            )
+        pairs.append((parameter, found))
+    return pairs
 
 
 def cut_layers(target: TargetModel, ids: list[int]) -> dict[str, Any]:
@@ -232,32 +259,46 @@ def cut_layers(target: TargetModel, ids: list[int]) -> dict[str, Any]:
     for name, value in config.items():
         if isinstance(value, list) and len(value) == target.num_layers:
             config[name] = [value[i] for i in ids]
-    tied = target.lm_head.weight.data_ptr() == target.embedding.weight.data_ptr()
-    config.update(num_hidden_layers=len(ids), vocab_size=target.vocab_size, tie_word_embeddings=tied)
+    # Mixtures of experts name or count the layers that are dense.
+    if config.get("mlp_only_layers"):
+        config["mlp_only_layers"] = [new for new, old in enumerate(ids) if old in config["mlp_only_layers"]]
+    if config.get("first_k_dense_replace"):
+        config["first_k_dense_replace"] = sum(i < config["first_k_dense_replace"] for i in ids)
+    head, embedding = target.lm_head.weight, target.embedding.weight
+    tied = head is embedding or (head.data_ptr() == embedding.data_ptr() != 0)  # 0: an outline
+    config[named(target, "num_hidden_layers")] = len(ids)
+    config.update(vocab_size=target.vocab_size, tie_word_embeddings=tied)
     return config
 
 
-def start_from_shape(target: TargetModel, shape: DraftShape) -> Any:
-    """A random model of the target's family and vocabulary. Raises UserError for heads that do not divide."""
+def named(target: TargetModel, name: str) -> str:
+    """What the target's family calls an entry of its config."""
+    return str(target.config.attribute_map.get(name, name))
+
+
+def shaped(target: TargetModel, shape: DraftShape) -> dict[str, Any]:
+    """The config of a fresh model of the target's family and vocabulary. Raises UserError where heads do not divide."""
     kept = choose_layers(min(shape.num_layers, target.num_layers), "evenly", target.num_layers)
     config = cut_layers(target, [kept[min(i, len(kept) - 1)] for i in range(shape.num_layers)])
-    heads = int(config["num_attention_heads"])
-    width = int(config["hidden_size"])
+    heads, width = int(target.config.num_attention_heads), target.hidden_size
     dim = shape.head_dim or int(config.get("head_dim") or width // heads)
+    mlp = next((name for name in MLP_WIDTHS if name in config), MLP_WIDTHS[0])
+    inner = mlp_width(target)
     if shape.hidden_size is not None and shape.hidden_size != width:
-        ratio = shape.hidden_size / width
         heads = max(1, shape.hidden_size // dim)
-        config["hidden_size"] = shape.hidden_size
-        config["intermediate_size"] = max(1, round(config["intermediate_size"] * ratio))
+        config[named(target, "hidden_size")] = shape.hidden_size
+        if "word_embed_proj_dim" in config:
+            config["word_embed_proj_dim"] = shape.hidden_size
+        inner = max(1, round(inner * shape.hidden_size / width))
     heads = shape.num_attention_heads or heads
     groups = shape.num_key_value_heads or min(int(config.get("num_key_value_heads") or heads), heads)
     if shape.num_key_value_heads is None and heads % groups:
         groups = heads
     if heads % groups:
         raise UserError(f"speculator.shape: {heads} attention heads are not a multiple of {groups} key/value heads")
-    config.update(num_attention_heads=heads, num_key_value_heads=groups, head_dim=dim)
-    config["intermediate_size"] = shape.intermediate_size or config["intermediate_size"]
-    return build_model(config)
+    config[named(target, "num_attention_heads")] = heads
+    config.update({"num_key_value_heads": groups, "head_dim": dim, mlp: shape.intermediate_size or inner})
+    return config
 
 
 # ------------------------------------------------------------------------------------------ another model

@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from spec_train.errors import UserError
 from spec_train.target import TargetModel
 
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")  # what families call it
+
 
 class LayerShape(Protocol):
     """What a layer needs to know of its head's configuration."""
@@ -48,7 +50,7 @@ def layer_geometry(target: TargetModel) -> dict[str, Any]:
     heads = int(text.num_attention_heads)
     return {
         "hidden_size": target.hidden_size,
-        "intermediate_size": int(text.intermediate_size),
+        "intermediate_size": mlp_width(target),
         "num_attention_heads": heads,
         "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
         "head_dim": int(getattr(text, "head_dim", None) or target.hidden_size // heads),
@@ -59,11 +61,22 @@ def layer_geometry(target: TargetModel) -> dict[str, Any]:
     }
 
 
+def mlp_width(target: TargetModel) -> int:
+    """The width of the target's MLP; four times the hidden size where its family has no name for it."""
+    for name in MLP_WIDTHS:
+        if (size := getattr(target.config, name, None)) is not None:
+            return int(size)
+    return 4 * target.hidden_size
+
+
 def _rope_parameters(text: Any) -> dict[str, Any]:
-    """The target's rotary settings, whole; of a target with several kinds of layer, those of full attention."""
+    """The target's rotary settings, whole; of a target with several kinds of layer, those of full attention. Where they
+    depend on the length of a text (LongRoPE, dynamic NTK), or the target has none, plain ones of the same base."""
     rope = dict(getattr(text, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention", rope))
     rope.setdefault("rope_type", "default")
+    if rope["rope_type"] in {"longrope", "dynamic"}:
+        rope = {"rope_type": "default", **{key: rope[key] for key in ("rope_theta",) if key in rope}}
     if rope["rope_type"] not in {"default", "linear", "llama3", "yarn"}:
         raise UserError(
             f"target rope_type {rope['rope_type']!r} is not supported by the head; default, linear, llama3 and yarn are"

@@ -121,6 +121,17 @@ class Mtp(StartableSpeculator):
 
     # ------------------------------------------------------------------ construction
     @classmethod
+    def check_target(cls, options: Any, target: TargetModel) -> None:
+        """See `Speculator.check_target`."""
+        super().check_target(options, target)
+        if options.start_from is not None:
+            return
+        if options.init == "target_head":
+            shipped_head(target)
+        else:
+            check_universal(target)
+
+    @classmethod
     def required_features(cls, options: Any, target: TargetModel) -> FeatureSpec:
         """The states that a head beside this target reads."""
         return _feature_spec(is_mimo(target), target.num_layers)

@@ -89,6 +89,29 @@ def test_copies_and_room(monkeypatch):
 
 
 @needs_packing
+@pytest.mark.parametrize("kind", ["freed", "lent", "transposed"])
+def test_another_weight_at_the_same_address_is_packed_anew(kind):
+    """A temporary in another dtype is packed and freed, and the next one takes its place, for the same owner or for
+    another one; a square weight is looked at from the other side."""
+    owners, x = [PackedWeight()], torch.randn(4, 64)
+    reused, addresses = 0, set()
+    for seed in range(40):
+        half = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).half()
+        weight = half.to(torch.float32)  # as a head that is borrowed in another dtype
+        reused += weight.data_ptr() in addresses
+        addresses.add(weight.data_ptr())
+        packed = owners[-1]
+        with torch.no_grad():
+            torch.testing.assert_close(packed.linear(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-4)
+            if kind == "transposed":
+                torch.testing.assert_close(packed.linear(x, weight.T), x @ weight, atol=1e-4, rtol=1e-4)
+        del weight
+        if kind == "lent":
+            owners.append(PackedWeight())
+    assert reused > 20  # else this shows nothing
+
+
+@needs_packing
 def test_a_target_steps_as_with_plain_layers(tmp_path):
     target = TargetModel.load(str(tiny_model("llama", tmp_path)))
     spec, prompts = FeatureSpec((1,), True), [[5, 6, 7, 8], [9, 10]]
