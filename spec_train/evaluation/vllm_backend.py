@@ -35,9 +35,9 @@ from spec_train.serving.verify import (
     context_length,
     local_folder,
     served_folder,
-    stop_token_ids,
 )
 from spec_train.speculators import recorded_prompt
+from spec_train.stop_ids import stop_token_ids
 
 EVAL_WORKER = "spec_train.serving.vllm_eval_worker"
 NGRAM_WINDOW = (2, 4)  # that of our own `eval ngram`
