@@ -51,7 +51,7 @@ def responses(run: Run, force: bool) -> None:
 
 
 def _generate(
-    run: Run, conversations: list[Conversation], parts: Path, _notes: Counter[str]
+    run: Run, conversations: list[Conversation], parts: Path, notes: Counter[str]
 ) -> tuple[list[Document], Counter[str]]:
     from spec_train.data.features import FeatureStore, check_disk
     from spec_train.data.responses import AnswerSettings, Capture, generate_responses
@@ -82,6 +82,7 @@ def _generate(
             parts,
             capture=capture,
             on_progress=lambda _answers, tokens: advance(tokens),
+            notes=notes,
         )
 
 
