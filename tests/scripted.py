@@ -12,7 +12,7 @@ class ScriptedTarget:
     """`replies`: the answer (with the token that ends it) to a prompt that ends with the key and the generation prompt;
     the longest key wins. `prompts`: every prompt that was answered, as text, special tokens included."""
 
-    max_length = 4096
+    max_length = 40000
 
     def __init__(self, tokenizer: Any, replies: Mapping[str, str], stops: Sequence[str]) -> None:
         self.tokenizer, self.replies = tokenizer, replies

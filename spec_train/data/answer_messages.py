@@ -141,10 +141,8 @@ def _calls(chat: ChatTemplate, text: str) -> tuple[str, list[dict[str, Any]]] | 
         ("[TOOL_CALLS]", _mistral_calls),
         ("<|START_ACTION|>", _command_calls),
     ):
-        if _knows(chat, mark):
-            content, found, called = text.partition(mark)
-            if not found:
-                return text, []
+        content, found, called = text.partition(mark)
+        if found and _knows(chat, mark):
             calls = read(mark + called, chat.tools)
             return (content, calls) if calls else _UNREAD_CALL
     calls = _bare_calls(text) if chat.tools and '"parameters": ' in chat.source else []

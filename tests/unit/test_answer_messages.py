@@ -18,7 +18,7 @@ from tests.scripted import ScriptedTarget
 from tests.templates import FAMILIES, Family, available, tokenizer_of
 from tests.tiny import tiny_tokenizer
 
-SETTINGS = AnswerSettings(Sampling(), 400, 4000, 2, {})
+SETTINGS = AnswerSettings(Sampling(), 400, 40000, 2, {})
 TOOLS = [
     {
         "type": "function",
@@ -33,7 +33,7 @@ CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "argu
 ASKED = {"role": "user", "content": "the first question"}
 NEXT = {"role": "user", "content": "the second question"}
 RESULT = {"role": "tool", "content": "7", "name": "add", "tool_call_id": "abcdefghi"}
-DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>{}<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+DEEPSEEK_CALL = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>{}<\uff5ctool▁call▁end\uff5c>"
 
 # family, answer, (thought, content), how it stands in the next turn's prompt
 TEXTS = [
@@ -46,7 +46,7 @@ TEXTS = [
     ("DeepSeek V3.1", "said<\uff5cend▁of▁sentence\uff5c>", (None, "said"),
      "<\uff5cAssistant\uff5c></think>said<\uff5cend▁of▁sentence\uff5c><\uff5cUser\uff5c>"),
     ("Command R7B", "<|START_THINKING|>mull<|END_THINKING|><|START_RESPONSE|>said<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-     (None, "said"), "<|START_RESPONSE|>said<|END_RESPONSE|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>"),
+     (None, "said"), "<|START_RESPONSE|>said<|END_RESPONSE|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"),
     ("Mistral Nemo", "said</s>", (None, "said"), "[/INST]said</s>[AVAILABLE_TOOLS]"),
     ("Llama 3.1, 3.3", "said<|eot_id|>", (None, "said"), "\n\nsaid<|eot_id|><|start_header_id|>user"),
 ]  # fmt: skip
@@ -64,8 +64,8 @@ CALLS = [
      "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>\n"),
     ("Mistral Nemo", '[TOOL_CALLS][{"name": "add", "arguments": {"a":1}}]</s>',
      '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>[TOOL_RESULTS]'),
-    ("Command A, tool use", '<|START_THINKING|>mull<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": '
-     '"add", "parameters": {"a":1}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+    ("Command A, tool use", '<|START_THINKING|>mull<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", '
+     '"tool_name": "add", "parameters": {"a":1}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
      '<|START_THINKING|>mull<|END_THINKING|><|START_ACTION|>['),
     ("Llama 3.1, 3.3", '<|python_tag|>{"name": "add", "parameters": {"a":1}}<|eom_id|>',
      '{"name": "add", "parameters": {"a": 1}}<|eot_id|><|start_header_id|>ipython'),
@@ -117,7 +117,7 @@ def test_an_earlier_answer_stands_as_its_server_puts_it(
     suite = Suite("s", [], [], [])
     conversation = Conversation("r", [ASKED, {"role": "assistant", "content": ""}, NEXT], TOOLS)
     add_turn(suite, FollowUp(conversation, 1, -1, tokenizer, {}, stops))
-    (again,) = next_turn(suite, [RequestTrace("r", suite.prompts[0], ids)], 4000).prompts
+    (again,) = next_turn(suite, [RequestTrace("r", suite.prompts[0], ids)], 40000).prompts
     assert tokenizer.decode(again) == prompts[1]
 
 
@@ -139,8 +139,45 @@ def test_a_result_stands_behind_the_targets_own_equal_call(
     add_turn(suite, FollowUp(Conversation("r", [ASKED, {"role": "assistant", "content": ""}, RESULT], TOOLS),
                              1, -1, tokenizer, {}, stops))  # fmt: skip
     ids = tokenizer.encode(answer, add_special_tokens=False)
-    (again,) = next_turn(suite, [RequestTrace("r", suite.prompts[0], ids)], 4000).prompts
+    (again,) = next_turn(suite, [RequestTrace("r", suite.prompts[0], ids)], 40000).prompts
     assert tokenizer.decode(again) == prompts[1]
+
+
+# family, answer, content, arguments of its calls of `add`
+PARSED = [
+    ("DeepSeek V3", "so: " + DEEPSEEK_CALL.format('function<\uff5ctool▁sep\uff5c>add\n```json\n{"a": 1}\n```')
+     + "<\uff5ctool▁calls▁end\uff5c><\uff5cend▁of▁sentence\uff5c>", "so: ", [{"a": 1}]),
+    ("DeepSeek V3.1", DEEPSEEK_CALL.format('add<\uff5ctool▁sep\uff5c>{"a": 1}')
+     + '<\uff5ctool▁call▁begin\uff5c>add<\uff5ctool▁sep\uff5c>{"a": 2}<\uff5ctool▁call▁end\uff5c>'
+     "<\uff5ctool▁calls▁end\uff5c><\uff5cend▁of▁sentence\uff5c>", "", [{"a": 1}, {"a": 2}]),
+    ("gpt-oss", ' to=functions.add<|channel|>commentary json<|message|>{"a": {"b": []}}<|call|>', "",
+     [{"a": {"b": []}}]),
+    ("Mistral Small", 'so[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 2}</s>', "so", [{"a": 1}, {"a": 2}]),
+    ("Llama 3.1, 3.3", '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "arguments": {"a": 2}}<|eot_id|>', "",
+     [{"a": 1}, {"a": 2}]),
+    ("Llama 3.1, 3.3", 'as JSON: {"name": "add"}<|eot_id|>', 'as JSON: {"name": "add"}', []),
+    ("Qwen2.5", 'so\n<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}\n</tool_call><|im_end|>', "so\n",
+     [{"a": 1}]),
+    ("Qwen3-Coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\n</parameter>\n"
+     "</function>\n</tool_call><|im_end|>", "", [{"a": 1, "b": "x y"}]),
+    ("GLM-4.5", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>", "",
+     [{"a": 1}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answer", "content", "arguments"), PARSED)
+def test_calls_are_read_in_the_familys_form(name: str, answer: str, content: str, arguments: list[Any]) -> None:
+    family = family_named(name)
+    tokenizer = tokenizer_of(family)
+    stops = tokenizer.convert_tokens_to_ids(list(family.stops))
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    message = answer_message(tokenizer, [5], ids, stops, tools=TOOLS)
+    assert not isinstance(message, DropReason), message
+    calls = message.get("tool_calls", [])
+    assert message["content"] == content
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": each} for each in arguments]
+    assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
+    assert len({call["id"] for call in calls}) == len(calls)
 
 
 # ------------------------------------------------------------------------------------------- rows with tools
@@ -249,7 +286,7 @@ def test_calls_are_the_same_where_names_and_json_values_are() -> None:
     ],
 )
 def test_thoughts_whose_opening_is_missing_or_that_nobody_closes(answer: str, expected: tuple[str | None, str]) -> None:
-    thinking = TOOL_CHAT + "{# <think> </think> #}"
+    thinking = TOOL_CHAT.replace("{{ m.content }}", "<think>{{ m.reasoning_content }}</think>{{ m.content }}")
     tokenizer = tiny_tokenizer(chat_template=thinking)
     message = answer_message(tokenizer, [5], tokenizer.encode(answer), [2])
     assert not isinstance(message, DropReason)
