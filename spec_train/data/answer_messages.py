@@ -143,6 +143,8 @@ def _calls(chat: ChatTemplate, text: str) -> tuple[str, list[dict[str, Any]]] | 
     ):
         content, found, called = text.partition(mark)
         if found and _knows(chat, mark):
+            if "<function=" in called or "<arg_key>" in called:
+                content = content.strip()  # as the servers of these two families do
             calls = read(mark + called, chat.tools)
             return (content, calls) if calls else _UNREAD_CALL
     calls = _bare_calls(text) if chat.tools and '"parameters": ' in chat.source else []
