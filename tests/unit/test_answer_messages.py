@@ -160,8 +160,8 @@ PARSED = [
      [{"a": 1}]),
     ("Qwen3-Coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\n</parameter>\n"
      "</function>\n</tool_call><|im_end|>", "", [{"a": 1, "b": "x y"}]),
-    ("GLM-4.5", "\n\nso\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>", "so",
-     [{"a": 1}]),
+    ("GLM-4.5", "\n\nso\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>",
+     "so", [{"a": 1}]),
 ]  # fmt: skip
 
 
