@@ -196,6 +196,7 @@ def evaluate_checkpoint(
     from spec_train.speculators import load_speculator, recorded_prompt
     from spec_train.speculators.head_files import find_head
     from spec_train.speculators.suffix import SuffixProposer
+    from spec_train.stop_ids import stop_token_ids
     from spec_train.target import TargetModel
 
     path = Path(checkpoint) if checkpoint in ("ngram", "suffix") else find_head(checkpoint)
@@ -207,7 +208,9 @@ def evaluate_checkpoint(
     if shapes and checkpoint in ("ngram", "suffix"):
         raise UserError(f"--tree needs a speculator: {checkpoint} drafts chains only")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(path)).first(max_prompts)
+    prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(path), stop_token_ids(target)).first(
+        max_prompts
+    )
     seen = overlap_with_run(prompts, prompts_stage_of(path))
     if warning := overlap_warning(suite, seen):
         Console(stderr=True).print(f"eval: {warning}", style="yellow", markup=False, soft_wrap=True)

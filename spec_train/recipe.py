@@ -7,6 +7,7 @@ nearest known key where there is one.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import hashlib
 import json
@@ -69,7 +70,17 @@ class TargetSection(Section):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     system_prompt: str | None = None
+    date: str | None = None
     attn_implementation: str | None = None
+
+    @field_validator("date")
+    @classmethod
+    def _is_a_day(cls, date: str | None) -> str | None:
+        if date is not None and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
+            raise ValueError(f"must be a day like 2026-01-31, got {date!r}")
+        if date is not None:
+            datetime.date.fromisoformat(date)
+        return date
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

@@ -18,6 +18,7 @@ from spec_train.estimate import TargetFacts, size, state_bytes
 from spec_train.recipe import Recipe
 from spec_train.run import Run
 from spec_train.serving.contract import CAPABILITIES, installed_vllm, target_problem, version_problem
+from spec_train.stop_ids import stop_sources
 
 if TYPE_CHECKING:
     from spec_train.data.documents import Document
@@ -70,6 +71,7 @@ def diagnose(recipe: Recipe, steps: int) -> Diagnosis:
         _vllm(recipe, planned.facts),
     ]
     try:
+        checks += _stops(run)
         document = _sample(run)
         preview = _preview(run, document)
         supervised = document.num_response_tokens
@@ -102,6 +104,18 @@ def _vllm(recipe: Recipe, facts: TargetFacts) -> Check:
     if problem is not None:
         return Check("vllm", "fail", problem)
     return Check("vllm", "pass", f"vLLM {version} loads {kind}" + (f"; {needs}" if needs else ""))
+
+
+def _stops(run: Run) -> list[Check]:
+    """A note where the target's files name different tokens that end an answer: it ends at any of them, as in vLLM."""
+    sources = stop_sources(run.target_path, run.recipe.target.revision if run.recipe.target.model else None)
+    if len({tuple(ids) for ids in sources.values()}) == 1:
+        return []
+    named = [
+        f"{', '.join(f'{run.tokenizer.decode([i])} ({i})' for i in ids) or 'none'} in {source}"
+        for source, ids in sources.items()
+    ]
+    return [Check("stops", "note", f"{'; '.join(named)}: an answer ends at any of them, as in vLLM")]
 
 
 def _sample(run: Run) -> Document:

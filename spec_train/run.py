@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_train.assets import resolve_path
-from spec_train.data.chat import check_same_tokenizer, check_tokenizer_fits, load_tokenizer, template_hash
+from spec_train.data.chat import check_same_tokenizer, check_tokenizer_fits, load_tokenizer, reads_date, template_hash
 from spec_train.errors import UserError
 from spec_train.manifest import Stage, atomic_write_text, file_sha256, read_manifest
 from spec_train.recipe import Recipe, dump_recipe
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from spec_train.target import TargetModel
 
 SAMPLED_BYTES = 1 << 16
+DATE_FILE = "date.txt"  # of the responses stage: the day that its prompts name
 DATA_STAGES = ("prompts", "responses", "features")
 
 
@@ -153,7 +155,19 @@ class Run:
     def prompt_kwargs(self) -> dict[str, Any]:
         """How every prompt of the run is rendered, in training and in evaluation."""
         section = self.recipe.target
-        return {"system_prompt": section.system_prompt, "chat_template_kwargs": section.chat_template_kwargs}
+        kwargs = {"system_prompt": section.system_prompt, "chat_template_kwargs": section.chat_template_kwargs}
+        return kwargs if self.date is None else {**kwargs, "date": self.date}
+
+    @cached_property
+    def date(self) -> str | None:
+        """The day (YYYY-MM-DD) that the chat template prints: target.date, or the one on which the run's answers were
+        begun, or today. None where the template reads none."""
+        if not reads_date(self.tokenizer):
+            return None
+        if self.recipe.target.date is not None:
+            return self.recipe.target.date
+        kept = self.stage_directory("responses") / DATE_FILE
+        return kept.read_text().strip() if kept.is_file() else datetime.date.today().isoformat()
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -7,7 +7,7 @@ is handled here and nowhere else. Shape legend: see `speculators/base.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -34,6 +33,7 @@ from spec_train.graphs import GraphCache, Graphs
 from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
 from spec_train.long_rope import SwitchCache, switch_of
 from spec_train.packed import pack_linears
+from spec_train.stop_ids import stop_token_ids
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
 _OWN_ATTENTION = ("gpt_oss", "bloom", "falcon")  # know no attention but those of Transformers, or need the scores
@@ -68,12 +68,13 @@ class GenerationTimings:
 
 
 class TargetModel:
-    """A frozen causal language model of Transformers. Use `load`."""
+    """A frozen causal language model of Transformers. Use `load`. `eos_token_ids`: every id that ends an answer."""
 
-    def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, name: str, device: torch.device, eos_token_ids: Collection[int] = ()) -> None:
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.device = device
+        self.eos_token_ids = frozenset(eos_token_ids)
         config: Any = model.config
         self.full_config = config
         self.config: Any = config.get_text_config()
@@ -114,7 +115,6 @@ class TargetModel:
             from spec_train.linear_cache import roll_back
 
             roll_back((self.layers[i] for i in self.linear_layers), self.name)
-        self.eos_token_ids = _eos_ids(model)
         self.graphs: Graphs | None = None  # set by `replaying`
         self._additive_mask = model.config._attn_implementation == "eager"
         self._alibi = self.config.model_type == "bloom"
@@ -150,7 +150,7 @@ class TargetModel:
             ) from error
         except ImportError as error:  # a quantised checkpoint whose library is missing
             raise UserError(f"target.model {name}: cannot be loaded: {' '.join(str(error).split())}") from error
-        return cls(model.to(device), name, torch.device(device))
+        return cls(model.to(device), name, torch.device(device), stop_token_ids(name, revision))
 
     # ------------------------------------------------------------------ output head
     def logits(self, hidden: Tensor) -> Tensor:
@@ -702,14 +702,3 @@ def _alibi(key_BT: Tensor, _mask: Tensor, num_heads: int, dtype: torch.dtype) ->
     )  # position 1 is biased by the slope
     bias_BTh: Tensor = unit[:, 0, 1] * key_BT[..., None]
     return bias_BTh.transpose(1, 2).reshape(-1, 1, key_BT.shape[1]).to(dtype)
-
-
-def _eos_ids(model: nn.Module) -> frozenset[int]:
-    """Every id that ends an answer, from the generation config (a list in many models), else from the config."""
-    generation: GenerationConfig | None = getattr(model, "generation_config", None)
-    eos: Any = generation.eos_token_id if generation is not None else None
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset([int(eos)])

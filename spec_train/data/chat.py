@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_train.data.chat_template import REFUSALS, ChatTemplate
+from spec_train.data.chat_template import REFUSALS, ChatTemplate, on_day
 from spec_train.data.documents import Document
 from spec_train.data.rows import Conversation, DropReason, Message
 from spec_train.data.turn_spans import Rendered, missing_text, turn_spans, whole_chat
@@ -63,6 +63,7 @@ def render(
     last_turn_only: bool = False,
     stop_ids: Collection[int] = (),
     notes: Counter[str] | None = None,
+    date: str | None = None,
 ) -> Document | DropReason:
     """Token ids of a conversation with the spans of its assistant turns, cut at `max_length` tokens.
 
@@ -70,14 +71,15 @@ def render(
     whole. `stop_ids`: what the target stops at beside the tokenizer's eos. A row without a supervised token, one that
     the template refuses, and one whose text, calls or thoughts do not all stand in the render comes back as a
     DropReason. `notes` counts what is kept though something is left out: rows that are cut, thoughts that a template
-    strips from earlier turns. Raises UserError where the tokenizer has no chat template and the row is a chat.
+    strips from earlier turns. `date`: the day (YYYY-MM-DD) that a template which prints one gets. Raises UserError
+    where the tokenizer has no chat template and the row is a chat.
     """
     notes = Counter() if notes is None else notes
     if conversation.text is not None:
         ids = list(tokenizer(conversation.text, add_special_tokens=True)["input_ids"])
         found: list[tuple[int, int]] | DropReason = [(0, len(ids))]
     else:
-        chat = ChatTemplate(tokenizer, conversation.tools, chat_template_kwargs or {})
+        chat = ChatTemplate(tokenizer, conversation.tools, on_day(chat_template_kwargs, date))
         stops = frozenset(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
         endings = chat.endings(stops)
         messages = [_without_ending(message, endings) for message in _with_system(conversation.messages, system_prompt)]
@@ -112,13 +114,15 @@ def render_prompt(
     system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     notes: Counter[str] | None = None,
+    date: str | None = None,
 ) -> list[int] | DropReason:
     """Token ids of a chat up to the point where the assistant speaks next.
 
     A DropReason where the template refuses the chat, or leaves out some of its text or calls; thoughts that it strips
-    from the turns are counted in `notes`. Raises UserError where the tokenizer has no chat template.
+    from the turns are counted in `notes`. `date`: as in `render`. Raises UserError where the tokenizer has no chat
+    template.
     """
-    chat = ChatTemplate(tokenizer, tools, chat_template_kwargs or {})
+    chat = ChatTemplate(tokenizer, tools, on_day(chat_template_kwargs, date))
     messages = _with_system(messages, system_prompt)
     try:
         text = chat.text(messages, add_generation_prompt=True)
@@ -137,6 +141,11 @@ def template_hash(
     thinking off accepts little of what the target says with thinking on."""
     parts = [tokenizer.chat_template, dict(chat_template_kwargs or {}), system_prompt]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def reads_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template prints the day on which it is rendered."""
+    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def supervised_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:

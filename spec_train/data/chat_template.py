@@ -7,6 +7,7 @@ rendered once per template, and what stands in the text is what the template rea
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -239,6 +240,21 @@ class ChatTemplate:
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[_Reading, Edges]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Day:
+    """What templates call for the time, on one day."""
+
+    date: str
+
+    def __call__(self, form: str) -> str:
+        return datetime.datetime.fromisoformat(self.date).strftime(form)
+
+
+def on_day(kwargs: Mapping[str, Any] | None, date: str | None) -> dict[str, Any]:
+    """The template's arguments with the day that it is to print, where one is given."""
+    return {**({} if date is None else {"strftime_now": _Day(date)}), **(kwargs or {})}
 
 
 def common_prefix(a: str, b: str) -> int:

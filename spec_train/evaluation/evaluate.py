@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,14 @@ def decode_reference(
     turn = suite
     answered = trace = _decode_turn(target, turn, settings, partial)
     suite, number = replace(suite, follow_ups=[]), 2
-    while (turn := next_turn(turn, answered.requests, target.max_length)).prompts:
+    while turn.follow_ups:
+        turn = next_turn(turn, answered.requests, target.max_length)
+        suite = suite.joined(turn)
+        if not turn.prompts:
+            break
         later = partial.with_name(f"{partial.name}{number}") if partial else None
         answered = _decode_turn(target, turn, settings, later)
-        suite, number = suite.joined(turn), number + 1
+        number += 1
         parts = {f.name: getattr(trace.timings, f.name) + getattr(answered.timings, f.name) for f in fields(Timings)}
         trace = replace(trace, requests=trace.requests + answered.requests, timings=Timings(**parts))
     return Reference(suite, trace)
@@ -163,6 +167,8 @@ def evaluate(
         estimate=estimate(num_draft_tokens) if estimate else None,
         versions=package_versions(),
     )
+    if suite.left_out:
+        result["left_out"] = dict(suite.left_out)
     if contender.tree is not None:
         assert isinstance(contender.proposer, Speculator)
         result["tree"] = _tree_figures(contender.tree, trace)
@@ -321,12 +327,13 @@ def evaluate_suite(
     return results
 
 
-def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any]) -> Suite:
+def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any], stop_ids: Collection[int] = ()) -> Suite:
     """A bundled suite or a user's file, rendered with the tokenizer's template. Of a conversation with gaps for the
-    target's answers, the turn before the first gap is a prompt (`<id>/1`) and the others follow it."""
+    target's answers, the turn before the first gap is a prompt (`<id>/1`) and the others follow it. `stop_ids`: what
+    the target stops at beside the tokenizer's eos."""
     suite = Suite(Path(name).stem, [], [], [])
     for conversation in load_suite(name):
-        add_turn(suite, FollowUp(conversation, 1, -1, tokenizer, prompt_kwargs))
+        add_turn(suite, FollowUp(conversation, 1, -1, tokenizer, prompt_kwargs, stop_ids))
     return suite
 
 

@@ -229,11 +229,12 @@ def evaluate_server(
     `sampling_options`: further fields of Sampling."""
     from spec_train.data.chat import load_tokenizer
     from spec_train.speculators import recorded_prompt
+    from spec_train.stop_ids import stop_token_ids
 
     server = Server(url, target)
     baseline = Server(baseline_url, target) if baseline_url else None
     prompt = {} if subject in BASELINES else recorded_prompt(Path(subject))
-    rendered = render_suite(suite, load_tokenizer(target), prompt).first(max_prompts)
+    rendered = render_suite(suite, load_tokenizer(target), prompt, stop_token_ids(target)).first(max_prompts)
     return evaluate_served(
         server, baseline, subject, rendered, [Sampling(temperature=value, **sampling_options) for value in temperature],
         concurrency=concurrency, max_new_tokens=max_new_tokens,
@@ -349,5 +350,6 @@ def served_result(
         "speed": speed,
         "estimate": None,
         "by_category": {},
+        **({"left_out": dict(suite.left_out)} if suite.left_out else {}),
         "versions": package_versions(),
     }

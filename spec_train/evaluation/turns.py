@@ -7,31 +7,35 @@ then decodes both as prompts of their own, so that all of them answer the very s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spec_train.data.answer_messages import answer_message
 from spec_train.data.chat import render_prompt
-from spec_train.data.rows import Conversation, Message
+from spec_train.data.rows import Conversation, DropReason, Message
 from spec_train.decoding.trace import RequestTrace
 
 
 @dataclass(frozen=True)
 class FollowUp:
     """Turn `number` (from 1) of a conversation: everything up to the first empty answer. `parent`: the place in its
-    suite of the prompt whose answer it needs."""
+    suite of the prompt whose answer it needs. `stop_ids`: what the target stops at beside the tokenizer's eos."""
 
     conversation: Conversation
     number: int
     parent: int
     tokenizer: Any
     prompt_kwargs: dict[str, Any]
+    stop_ids: Collection[int] = ()
 
 
 @dataclass(frozen=True)
 class Suite:
     """Prompts as token ids, rendered exactly as they are served. `asked`: the same prompts as text, for overlap with
-    the training data. `follow_ups`: the later turns, which wait for the target's own answers."""
+    the training data. `follow_ups`: the later turns, which wait for the target's own answers.
+    `left_out`: how many prompts could not be asked, by reason."""
 
     name: str
     ids: list[str]
@@ -39,12 +43,13 @@ class Suite:
     prompts: list[list[int]]
     asked: list[str] = field(default_factory=list)
     follow_ups: list[FollowUp] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def first(self, count: int | None) -> Suite:
         """The first `count` prompts with their later turns."""
         waiting = [f for f in self.follow_ups if count is None or f.parent < count]
         kept = (self.ids[:count], self.categories[:count], self.prompts[:count], self.asked[:count])
-        return Suite(self.name, *kept, waiting)
+        return Suite(self.name, *kept, waiting, self.left_out)
 
     def part(self, indices: Sequence[int]) -> dict[str, Any]:
         """The prompts at `indices` as one batch, in the decoders' words."""
@@ -55,7 +60,7 @@ class Suite:
     def joined(self, later: Suite) -> Suite:
         """These prompts and those of a later turn, after which nothing waits."""
         lists = (self.ids + later.ids, self.categories + later.categories, self.prompts + later.prompts)
-        return Suite(self.name, *lists, self.asked + later.asked)
+        return Suite(self.name, *lists, self.asked + later.asked, left_out=self.left_out + later.left_out)
 
 
 def is_gap(message: Message) -> bool:
@@ -69,11 +74,15 @@ def last_user_message(messages: Sequence[Message]) -> str:
 
 
 def add_turn(suite: Suite, turn: FollowUp, max_length: int | None = None) -> None:
-    """Render the turn into `suite` and let the one after it wait; one that the template refuses is left out."""
+    """Render the turn into `suite` and let the one after it wait; one that the template refuses, or that fills
+    `max_length`, is left out and counted."""
     messages = turn.conversation.messages
     gap = next((i for i, message in enumerate(messages) if is_gap(message)), len(messages))
     rendered = render_prompt(turn.tokenizer, messages[:gap], tools=turn.conversation.tools, **turn.prompt_kwargs)
-    if not isinstance(rendered, list) or (max_length is not None and len(rendered) >= max_length):
+    if isinstance(rendered, list) and max_length is not None and len(rendered) >= max_length:
+        rendered = DropReason("the prompt leaves no room for an answer")
+    if not isinstance(rendered, list):
+        suite.left_out[str(rendered)] += 1
         return
     several = turn.number > 1 or gap < len(messages)
     suite.ids.append(f"{turn.conversation.id}/{turn.number}" if several else turn.conversation.id)
@@ -85,16 +94,40 @@ def add_turn(suite: Suite, turn: FollowUp, max_length: int | None = None) -> Non
 
 
 def next_turn(suite: Suite, answers: Sequence[RequestTrace], max_length: int) -> Suite:
-    """The waiting turns of `suite` as prompts that hold the target's `answers` (one a prompt of `suite`) as text, as a
-    chat client sends them back. A conversation ends where the answer is empty, or where its next prompt would leave no
-    room for one within `max_length`."""
+    """The waiting turns of `suite` as prompts that hold the target's `answers` (one a prompt of `suite`) as messages,
+    as a chat client sends them back. A conversation ends, and is counted, where an answer cannot be sent back, or where
+    the next prompt would leave no room for one within `max_length`."""
     later = Suite(suite.name, [], [], [])
     for turn in suite.follow_ups:
-        text = turn.tokenizer.decode(answers[turn.parent].output_ids, skip_special_tokens=True)
-        if not text:
-            continue
         messages = list(turn.conversation.messages)
         gap = next(i for i, message in enumerate(messages) if is_gap(message))
-        messages[gap] = {"role": "assistant", "content": text}
+        answer = answer_message(
+            turn.tokenizer,
+            suite.prompts[turn.parent],
+            answers[turn.parent].output_ids,
+            turn.stop_ids,
+            tools=turn.conversation.tools,
+            chat_template_kwargs=turn.prompt_kwargs.get("chat_template_kwargs"),
+        )
+        if not isinstance(answer, DropReason):
+            answer = _sent_back(answer, messages[gap + 1 :])
+        if isinstance(answer, DropReason):
+            later.left_out[str(answer)] += 1
+            continue
+        messages[gap] = answer
         add_turn(later, replace(turn, conversation=replace(turn.conversation, messages=messages)), max_length)
     return later
+
+
+def _sent_back(answer: Message, following: Sequence[Message]) -> Message | DropReason:
+    """The answer where a chat can go on behind it: after a call with a tool's result, after text with a user's turn."""
+    calls = answer.get("tool_calls", [])
+    results = [message for message in following[: len(calls)] if message["role"] == "tool"]
+    if bool(calls) != bool(following and following[0]["role"] == "tool") or len(results) < len(calls):
+        return DropReason("a turn whose tool results do not answer the target's own calls")
+    if not calls and not answer["content"].strip():
+        return DropReason("a turn after an empty answer, or one cut off within its thought")
+    named = [
+        {**call, "id": result.get("tool_call_id", call["id"])} for call, result in zip(calls, results, strict=True)
+    ]
+    return {**answer, "tool_calls": named} if calls else answer

@@ -35,9 +35,9 @@ from spec_train.serving.verify import (
     context_length,
     local_folder,
     served_folder,
-    stop_token_ids,
 )
 from spec_train.speculators import recorded_prompt
+from spec_train.stop_ids import stop_token_ids
 
 EVAL_WORKER = "spec_train.serving.vllm_eval_worker"
 NGRAM_WINDOW = (2, 4)  # that of our own `eval ngram`
@@ -96,7 +96,8 @@ def evaluate_in_vllm(
     Raises UserError for bad input and where vLLM is missing, RuntimeError where its process fails.
     """
     check_subject(subject)
-    prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(Path(subject))).first(max_prompts)
+    rendered = render_suite(suite, load_tokenizer(target), recorded_prompt(Path(subject)), stop_token_ids(target))
+    prompts = rendered.first(max_prompts)
     results = []
     for value in temperature:
         sampling = Sampling(temperature=value, **sampling_options)
@@ -165,6 +166,8 @@ def evaluate_prompts(
                 speed=speed_of(load, plain),
                 versions=package_versions() | {"vllm": str(contract.installed_vllm())},
             )
+            if suite.left_out:
+                result["left_out"] = dict(suite.left_out)
             result["vllm_counters"] = load.counters
             result["per_request"] = load.per_request
             result["outputs"] = load.outputs

@@ -22,7 +22,8 @@ class VllmReport:
     `near_ties`: requests whose text differs at a tie of the target's two best tokens, and so counts as equal.
     `dtype`: in which both decoded. `first_divergence`: by comparison, where it first failed (request, position, and the
     cycle for drafts).
-    `counters`, `expected_counters`: vLLM's own of the run with the speculator, and the sums over our trace.
+    `stops_checked`: requests whose answer also ends there when vLLM stops by itself; None where the target has no
+    tokenizer. `counters`, `expected_counters`: vLLM's own of the run with the speculator, and the sums over our trace.
     """
 
     version: str
@@ -39,6 +40,7 @@ class VllmReport:
     mean_acceptance_length: float
     seconds: float
     dtype: str = "float32"
+    stops_checked: int | None = None
     first_divergence: dict[str, dict[str, int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -91,6 +93,21 @@ def compare(
         if exact and counted != report.expected_counters:
             report.problems.append(f"vLLM's counters {counted} are not ours: {report.expected_counters}")
     return report
+
+
+def stop_problems(base: VllmRun, stop_ids: Sequence[int], dtype: str = "float32") -> list[str]:
+    """Where vLLM, left to itself, ends answers at other tokens than `stop_ids`, by which all else was compared."""
+    own = base.own_stops
+    if own is None:
+        return []
+    if own["ids"] != sorted(stop_ids):
+        return [f"vLLM ends answers at the ids {own['ids']}, we at {sorted(stop_ids)}"]
+    for request, found in zip(own["requests"], own["outputs"], strict=True):
+        at = first_difference(base.outputs[request], found)
+        margins = base.margins[request]
+        if at is not None and not (at < len(margins) and margins[at] < TIE[dtype]):
+            return [f"vLLM's answer {request} ends or reads otherwise where vLLM stops by itself, from token {at} on"]
+    return []
 
 
 def counters_of(trace: DecodeTrace, num_draft_tokens: int) -> dict[str, Any]:

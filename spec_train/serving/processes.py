@@ -36,13 +36,15 @@ VLLM_ENVIRONMENT = {
 class VllmRun:
     """One engine's work. `outputs`: token ids per request; `margins`: per output token the gap of the two best
     log-probabilities (without speculation only); `steps`: per request its cycles, {"drafts": [...], "accepted": n};
-    `counters`: vLLM's own; `seconds` of {"load", "generate"}."""
+    `counters`: vLLM's own; `seconds` of {"load", "generate"}. `own_stops`: where vLLM ends answers by itself, {"ids",
+    "requests", "outputs"}; only of an engine with its tokenizer."""
 
     outputs: list[list[int]]
     margins: list[list[float]]
     steps: list[list[dict[str, Any]]]
     counters: dict[str, Any]
     seconds: dict[str, float]
+    own_stops: dict[str, Any] | None = None
 
 
 def needed_positions(prompts: list[list[int]], max_new_tokens: int, num_draft_tokens: int) -> int:

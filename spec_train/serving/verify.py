@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.errors import UserError
 from spec_train.serving import contract
-from spec_train.serving.compare import VllmReport, compare
+from spec_train.serving.compare import VllmReport, compare, stop_problems
 from spec_train.serving.eagle3_contract import check_eagle3, check_target, served_config
 from spec_train.serving.export import read_export
 from spec_train.serving.processes import RELOAD_WORKER, TIMEOUT_S, VllmRun, needed_positions, run_vllm, run_worker
 from spec_train.speculators.head_files import export_tensors
+from spec_train.stop_ids import has_tokenizer, stop_token_ids
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,21 +135,24 @@ def verify_exports(
                 speculations.append((report, arguments))
         if speculations:
             assert version is not None
+            stop_ids = stop_token_ids(target_dir)
             in_vllm = comparison_dtype(target_dir)
             engines = [engine for _, engine in speculations]
             runs = run_vllm(
                 str(target_dir),
-                engines if baseline else [{}, *engines],
+                engines if baseline else [_plain_engine(target_dir), *engines],
                 prompts,
                 max_new_tokens=max_new_tokens,
                 max_draft_tokens=num_draft_tokens,
-                stop_token_ids=stop_token_ids(target_dir),
+                stop_token_ids=stop_ids,
                 dtype=in_vllm,
                 timeout_s=timeout_s,
             )
             base = baseline or runs.pop(0)
             for (report, _), run in zip(speculations, runs, strict=True):
                 report.vllm = compare(base, run, expected_trace, num_draft_tokens, version, in_vllm)
+                report.vllm.problems += stop_problems(base, stop_ids, in_vllm)
+                report.vllm.stops_checked = len(base.own_stops["requests"]) if base.own_stops else None
     return reports
 
 
@@ -170,7 +174,7 @@ def baseline_run(
     check_input(target_dir, prompts, max_new_tokens, max_draft_tokens)
     return run_vllm(
         str(target_dir.absolute()),
-        [{}],
+        [_plain_engine(target_dir)],
         prompts,
         max_new_tokens=max_new_tokens,
         max_draft_tokens=max_draft_tokens,
@@ -178,6 +182,11 @@ def baseline_run(
         dtype=comparison_dtype(target_dir),
         timeout_s=timeout_s,
     )[0]
+
+
+def _plain_engine(target_dir: Path) -> dict[str, Any]:
+    """Arguments of the engine without speculation: with the tokenizer, whose eos is one of vLLM's own stops."""
+    return {"skip_tokenizer_init": not has_tokenizer(target_dir)}
 
 
 def comparison_dtype(target: str | Path) -> str:
@@ -215,16 +224,6 @@ def check_files(export_dir: Path, target_dir: Path, description: dict[str, Any],
         return contract.check_tensors(tensors)
     config = draft_config(export_dir, description)
     return check_eagle3(config, tensors) or check_target(config, _read_json(target_dir / "config.json"))
-
-
-def stop_token_ids(target_dir: Path) -> list[int]:
-    """The ids that end an answer, read where `TargetModel` reads them: generation config, else config."""
-    for name in ("generation_config.json", "config.json"):
-        values = _read_json(target_dir / name) if (target_dir / name).is_file() else {}
-        eos = values.get("eos_token_id", (values.get("text_config") or {}).get("eos_token_id"))
-        if eos is not None:
-            return sorted(eos) if isinstance(eos, list) else [int(eos)]
-    return []
 
 
 def check_input(target_dir: Path, prompts: list[list[int]], max_new_tokens: int, num_draft_tokens: int) -> None:
@@ -315,6 +314,8 @@ def render_report(report: VerifyReport) -> Table:
             table.add_row("text = ours", f"{run.outputs_equal_ours}/{run.requests}")
             table.add_row("drafts = ours", f"{run.cycles_equal}/{run.cycles_compared} cycles")
             table.add_row("counters = ours", "yes" if run.counters == run.expected_counters else "no")
+        if run.stops_checked is not None:
+            table.add_row("ends by itself", f"{run.stops_checked} answers where vLLM stops at its own tokens")
         table.add_row("acceptance length", f"{run.mean_acceptance_length:.3f}")
     table.add_row("verdict", "ok" if report.ok else "\n".join(report.problems))
     return table

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "vllm:spec_decode_"
+STOP_CHECKS = 2
 
 
 def main(job_path: str, out_path: str) -> None:
@@ -38,7 +39,7 @@ def run(
     loaded = time.perf_counter()
     steps = watch(engine)
     plain = engine.llm_engine.vllm_config.speculative_config is None
-    # Stopping is by token id alone: vLLM would otherwise add the tokenizer's EOS to the ids our decoder stops at.
+    # Stopping is by our own ids alone, which `own_stops` holds against vLLM's.
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=max_new_tokens,
@@ -49,12 +50,32 @@ def run(
     )
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     finished = time.perf_counter()
+    texts = [list(output.outputs[0].token_ids) for output in outputs]
     return {
-        "outputs": [list(output.outputs[0].token_ids) for output in outputs],
+        "outputs": texts,
+        "own_stops": own_stops(engine, prompts, texts, max_new_tokens) if engine.renderer.tokenizer else None,
         "margins": [_margins(output.outputs[0].logprobs or []) for output in outputs],
         "steps": [steps.get(output.request_id, []) for output in outputs],
         "counters": counters(engine),
         "seconds": {"load": loaded - started, "generate": finished - loaded},
+    }
+
+
+def own_stops(engine: Any, prompts: list[list[int]], texts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
+    """At which ids this engine, with its tokenizer, ends an answer by itself, and the answers that it then gives to the
+    `STOP_CHECKS` prompts (indices `requests`) whose `texts` are shortest."""
+    from vllm import SamplingParams
+
+    served = SamplingParams()
+    model_config = engine.llm_engine.model_config
+    served.update_from_generation_config(model_config.try_get_generation_config(), engine.renderer.get_eos_token_id())
+    requests = sorted(range(len(prompts)), key=lambda index: len(texts[index]))[:STOP_CHECKS]
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": prompts[i]} for i in requests], sampling, use_tqdm=False)
+    return {
+        "ids": sorted(served.all_stop_token_ids),
+        "requests": requests,
+        "outputs": [list(output.outputs[0].token_ids) for output in outputs],
     }
 
 

@@ -84,12 +84,14 @@ def torch_equal(shipped: Tensor, own: Tensor) -> bool:
 
 
 def recorded_prompt(path: Path) -> dict[str, Any]:
-    """How the prompts were rendered that a checkpoint or export was trained on: system_prompt, chat_template_kwargs.
-    Empty where it is not on record."""
+    """How the prompts were rendered that a checkpoint or export was trained on: system_prompt, chat_template_kwargs,
+    and the date where the template prints one. Empty where it is not on record."""
     if (path / "speculator.json").is_file():
         prompt: dict[str, Any] = read_json(path / "speculator.json").get("prompt", {})
         return prompt
     if (path / "export.json").is_file():
-        section = read_json(path / "export.json").get("provenance", {}).get("recipe", {}).get("target", {})
-        return {key: section[key] for key in ("system_prompt", "chat_template_kwargs") if key in section}
+        provenance = read_json(path / "export.json").get("provenance", {})
+        section = provenance.get("recipe", {}).get("target", {})
+        prompt = {key: section[key] for key in ("system_prompt", "chat_template_kwargs") if key in section}
+        return {**prompt, "date": provenance["date"]} if "date" in provenance else prompt
     return {}

@@ -49,7 +49,7 @@ def suite_of(run: Run, name: str) -> Suite:
         prompts = [document.input_ids[: document.spans[0][0]] for document in documents]
         suite = Suite(name, [d.id for d in documents], [d.category for d in documents], prompts)
     else:
-        suite = render_suite(name, run.tokenizer, run.prompt_kwargs)
+        suite = render_suite(name, run.tokenizer, run.prompt_kwargs, run.stop_ids)
     if not suite.prompts:
         raise UserError(f"eval.suites {name}: no prompt can be rendered")
     return suite.first(run.recipe.eval.max_prompts)

@@ -49,6 +49,7 @@ def export(run: Run, force: bool) -> None:
             "git_revision": train["git_revision"],
             "target": run.target_identity,
             "torch": torch.__version__,
+            **({} if run.date is None else {"date": run.date}),
         }
         commands = {}
         serving = head.serving()

@@ -10,8 +10,8 @@ from typing import Any
 from spec_train.data.documents import Document, write_documents
 from spec_train.data.prompts import SPLITS, Conversation, check_drops, read_conversations
 from spec_train.errors import UserError
-from spec_train.manifest import Stage
-from spec_train.run import Run
+from spec_train.manifest import Stage, atomic_write_text
+from spec_train.run import DATE_FILE, Run
 from spec_train.stages.common import make_stage
 from spec_train.stages.features import store_header, stored_spec
 
@@ -29,8 +29,13 @@ def responses(run: Run, force: bool) -> None:
         "seed": recipe.run.seed,
     }
 
+    if run.date is not None and recipe.target.date is not None:
+        inputs["date"] = run.date
+
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         make = _generate if recipe.responses.mode == "regenerate" else render_kept
+        if run.date is not None:
+            atomic_write_text(stage.directory / DATE_FILE, f"{run.date}\n")  # a run that goes on tomorrow keeps it
         counts: dict[str, Any] = {}
         dropped, notes = Counter[str](), Counter[str]()
         for split in SPLITS:
@@ -45,13 +50,14 @@ def responses(run: Run, force: bool) -> None:
             raise UserError(
                 "responses: no supervised token is left to train on; look at data.max_length and the template"
             )
-        return {}, {**counts, "dropped": dict(dropped), "notes": dict(notes)}
+        outputs = {} if run.date is None else {"date": run.date}
+        return outputs, {**counts, "dropped": dict(dropped), "notes": dict(notes)}
 
     make_stage(run, "responses", inputs, force, work)
 
 
 def _generate(
-    run: Run, conversations: list[Conversation], parts: Path, _notes: Counter[str]
+    run: Run, conversations: list[Conversation], parts: Path, notes: Counter[str]
 ) -> tuple[list[Document], Counter[str]]:
     from spec_train.data.features import FeatureStore, check_disk
     from spec_train.data.responses import AnswerSettings, Capture, generate_responses
@@ -82,6 +88,7 @@ def _generate(
             parts,
             capture=capture,
             on_progress=lambda _answers, tokens: advance(tokens),
+            notes=notes,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,30 @@ def test_sampled_answers_do_not_depend_on_the_batch(place: tuple[TargetModel, An
         )
         texts.append([document.input_ids for document in documents])
     assert texts[0] == texts[1]
+    greedy, _ = generate_responses(target, tokenizer, CHATS, settings(), tmp_path / "greedy")
+    prompt = documents[2].spans[0][0]
+    assert documents[2].input_ids[:prompt] == greedy[2].input_ids[:prompt]
+    assert documents[2].input_ids[prompt:] != greedy[2].input_ids[prompt:]
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.3}, {"seed": 4}, {"temperature": 0.3}])
+def test_every_setting_of_the_sampling_counts(
+    changes: dict[str, Any], place: tuple[TargetModel, Any], tmp_path: Path
+) -> None:
+    """Each draw is the one that the target makes by itself with these settings, and another without them."""
+    target, tokenizer = place
+    base = Sampling(temperature=1.5, seed=3)
+    sampling = replace(base, **changes)
+    documents, _ = generate_responses(target, tokenizer, CHATS[1:], settings(sampling=sampling), tmp_path)
+    for index, document in enumerate(documents):
+        start = document.spans[0][0]
+        drawn = [
+            target.generate([document.input_ids[:start]], replace(s, seed=s.seed * 1009), 12, request_indices=[index])[
+                0
+            ].output_ids
+            for s in (sampling, base)
+        ]
+        assert document.input_ids[start:] == drawn[0] != drawn[1]
 
 
 def test_only_unfinished_batches_are_made_again(place: tuple[TargetModel, Any], tmp_path: Path) -> None:

@@ -181,11 +181,21 @@ def test_assets_are_found_in_a_clone_and_in_the_wheel_layout(tmp_path: Path) -> 
     assert Path(done.stdout.strip()) == package / "_assets/eval/suites/gsm8k.yaml"
 
 
-@pytest.mark.parametrize("script", ["data/build_prompts.py", "data/build_responses.py", "eval/run_suites.py"])
-def test_stage_scripts_run_by_path_and_shadow_nothing(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [("data/build_prompts.py", "prompts"), ("data/build_responses.py", "responses"), ("eval/run_suites.py", "eval")],
+)
+def test_stage_scripts_run_by_path_and_shadow_nothing(script: str, command: str, tmp_path: Path) -> None:
     assert Path(script).stem not in sys.stdlib_module_names
     done = subprocess.run(
         [sys.executable, str(ROOT / script), "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "RECIPE" in done.stdout or "usage" in done.stdout.lower()
+    words = done.stdout.split()
+    assert words[words.index("Usage:") : words.index("Usage:") + 3] == ["Usage:", "spec-train", command]
+    # The command itself runs, not only its help: a recipe that is not there is one line and status 2.
+    missing = subprocess.run(
+        [sys.executable, str(ROOT / script), "nowhere.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == 2
+    assert "nowhere.yaml" in missing.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
 from spec_train.serving import eagle3_contract
-from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference
+from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference, stop_problems
 from spec_train.serving.contract import engine_problem, installed_vllm, is_cpu_build
 from spec_train.serving.eagle3_contract import EAGLE3_FLAGS
 from spec_train.serving.export import export, read_export
@@ -29,7 +30,6 @@ from spec_train.serving.verify import (
     draft_config,
     render_report,
     served_folder,
-    stop_token_ids,
     verify_export,
 )
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
@@ -146,14 +146,6 @@ def test_failing_process_is_reported_with_its_last_words(tmp_path: Path) -> None
         run_worker(RELOAD_WORKER, job, {}, 120)
     with pytest.raises(RuntimeError, match="did not finish in 0 s"):
         run_worker(RELOAD_WORKER, job, {}, 0.05)
-
-
-def test_stop_ids_are_read_where_the_target_reads_them(target: TargetModel, tmp_path: Path) -> None:
-    assert stop_token_ids(Path(target.name)) == sorted(target.eos_token_ids)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7, "text_config": {"eos_token_id": 8}}')
-    assert stop_token_ids(tmp_path) == [7]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}')
-    assert stop_token_ids(tmp_path) == [3, 9]
 
 
 @pytest.mark.parametrize("options", [{}, dict.fromkeys(EAGLE3_FLAGS, True), {"num_layers": 2, "draft_vocab_size": 96}])
@@ -313,6 +305,18 @@ def test_silent_speculator_is_a_problem() -> None:
     base, spec = runs(trace())
     idle = VllmRun(spec.outputs, [], [[], []], {}, spec.seconds)
     assert "drafted nothing" in judged(base, idle).problems[0]
+
+
+def test_answers_that_vllm_ends_elsewhere_are_a_problem() -> None:
+    base, _ = runs(trace())
+    assert stop_problems(base, [2]) == []  # a target without a tokenizer: vLLM runs on our ids alone
+    own = {"ids": [2, 5], "requests": [1, 0], "outputs": [base.outputs[1], base.outputs[0]]}
+    assert stop_problems(replace(base, own_stops=own), [5, 2]) == []
+    (problem,) = stop_problems(replace(base, own_stops=own), [2])
+    assert problem == "vLLM ends answers at the ids [2, 5], we at [2]"
+    cut = {**own, "outputs": [base.outputs[1], base.outputs[0][:3]]}
+    (problem,) = stop_problems(replace(base, own_stops=cut), [2, 5])
+    assert "answer 0 ends or reads otherwise where vLLM stops by itself, from token 3 on" in problem
 
 
 def test_missing_and_extra_tokens_are_differences() -> None:

@@ -20,8 +20,9 @@ from spec_train.serving.contract import engine_arguments
 from spec_train.serving.export import export, read_export
 from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import run_vllm
-from spec_train.serving.verify import check_files, check_reload, stop_token_ids
+from spec_train.serving.verify import check_files, check_reload
 from spec_train.speculators import load_speculator
+from spec_train.stop_ids import stop_token_ids
 from spec_train.target import TargetModel
 from tests.parity.test_draft_lm import LORA, answers, draft_for, fit
 from tests.tiny import tiny_model

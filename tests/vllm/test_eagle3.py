@@ -24,9 +24,10 @@ from spec_train.serving.contract import engine_arguments
 from spec_train.serving.export import export, read_export
 from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import VllmRun, run_vllm
-from spec_train.serving.verify import render_report, stop_token_ids, verify_export
+from spec_train.serving.verify import render_report, verify_export
 from spec_train.speculators.base import ServingCheckpoint
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
+from spec_train.stop_ids import stop_token_ids
 from spec_train.target import TargetModel
 from tests.heads import random_eagle3
 from tests.tiny import tiny_model

@@ -20,10 +20,10 @@ from spec_train.decoding.trace import DecodeTrace
 from spec_train.serving.compare import compare
 from spec_train.serving.contract import PLUGIN_KEY
 from spec_train.serving.processes import VllmRun, run_vllm
-from spec_train.serving.verify import stop_token_ids
 from spec_train.speculators import load_speculator, options_class
 from spec_train.speculators.multi_head import PROPOSER
 from spec_train.speculators.start import start_head
+from spec_train.stop_ids import stop_token_ids
 from spec_train.target import TargetModel
 from tests.chain_heads import answers, fit
 from tests.published import METHOD, random_tensors, republished, write_head

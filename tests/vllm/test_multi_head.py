@@ -18,11 +18,12 @@ from spec_train.serving.contract import engine_arguments, installed_vllm
 from spec_train.serving.export import export, read_export
 from spec_train.serving.golden import make_golden
 from spec_train.serving.processes import VllmRun, run_vllm
-from spec_train.serving.verify import stop_token_ids, verify_export
+from spec_train.serving.verify import verify_export
 from spec_train.speculators import load_speculator
 from spec_train.speculators.medusa import Medusa
 from spec_train.speculators.mlp import Mlp
 from spec_train.speculators.multi_head import MultiHead
+from spec_train.stop_ids import stop_token_ids
 from spec_train.target import TargetModel
 from tests import multi_head as shared
 from tests.tiny import tiny_model

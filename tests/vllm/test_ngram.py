@@ -10,8 +10,8 @@ from spec_train.decoding.engine import speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.evaluation.metrics import vllm_counters
 from spec_train.serving.processes import run_vllm
-from spec_train.serving.verify import stop_token_ids
 from spec_train.speculators.ngram import NgramProposer
+from spec_train.stop_ids import stop_token_ids
 from spec_train.target import TargetModel
 from tests.tiny import tiny_model
 
