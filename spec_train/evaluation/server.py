@@ -26,6 +26,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from spec_train.decoding.acceptance import acceptance_length
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import RequestTrace
 from spec_train.errors import RunFailure, UserError
@@ -332,7 +333,7 @@ def served_result(
         "num_spec_steps": rounds,
         "num_draft_tokens_total": drafted,
         "num_accepted_draft_tokens": accepted,
-        "mean_acceptance_length": 1 + accepted / rounds,
+        "mean_acceptance_length": acceptance_length(accepted, rounds),
         "mean_acceptance_length_ci95": None,
         "tokens_per_step": None,
         "draft_acceptance_rate": accepted / drafted,

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from spec_train.data.chat import load_tokenizer
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.sampling import Sampling, request_seed
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import RunFailure, UserError
 from spec_train.evaluation.evaluate import render_suite
-from spec_train.evaluation.metrics import compare_lossless, summarise, vllm_counters
+from spec_train.evaluation.metrics import compare_lossless, summarise
 from spec_train.evaluation.turns import Suite, next_turn
 from spec_train.manifest import package_versions
 from spec_train.serving import contract
@@ -325,6 +326,7 @@ def trace_of(load: LoadRun, suite: Suite, num_draft_tokens: int) -> DecodeTrace:
             request.cycles.append(Cycle(step["drafts"], step["accepted"], kept, emitted))
             left -= emitted
         requests.append(request)
+    suite.name_conversations(requests)
     return DecodeTrace(requests, Timings(total=load.seconds), num_draft_tokens, load.concurrency)
 
 

@@ -148,7 +148,7 @@ def verify_exports(
             )
             base = baseline or runs.pop(0)
             for (report, _), run in zip(speculations, runs, strict=True):
-                report.vllm = compare(base, run, expected_trace, num_draft_tokens, version, in_vllm)
+                report.vllm = compare(base, run, expected_trace, version, in_vllm)
     return reports
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spec_train.batch import Features
+from spec_train.decoding.acceptance import drafted_rounds
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling, target_probs
 from spec_train.decoding.trace import RequestTrace
@@ -21,7 +22,7 @@ from spec_train.evaluation.evaluate import (
     speculator_contender,
     suffix_contender,
 )
-from spec_train.evaluation.metrics import acceptance_interval, drafted_rounds
+from spec_train.evaluation.metrics import acceptance_interval
 from spec_train.speculators import speculator_class
 from spec_train.speculators.base import Committed, Proposer, Speculator
 from spec_train.speculators.distillation import add_target_probs
