@@ -481,7 +481,7 @@ def advise(
         raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
     methods, notes = read_methods(results, temperature)
     advice = advise_on(methods, concurrency, notes)
-    chosen = next(method for method in methods if method.kind == advice["method"])
+    chosen = next(method for method in methods if method.name == advice["method"])
     arguments = vllm_config(chosen, advice, export_dir)
     advice["vllm"] = arguments
     console = _console()

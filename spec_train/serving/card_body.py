@@ -165,8 +165,8 @@ def _acceptance(facts: Facts) -> list[str]:
     lines = [
         "τ is the mean acceptance length: accepted drafts per round of K drafts, plus 1 for the token that the model "
         "adds. 1 would mean that no draft is ever accepted, K + 1 that all are. In brackets the 95% interval over "
-        "conversations, (-) where there was only one. `tokens_per_drafted_round` of the JSON leaves out that token where "
-        "an answer ended before it.",
+        "conversations, (-) where there was only one. `tokens_per_drafted_round` of the JSON leaves out that token "
+        "where an answer ended before it.",
         _pivot(facts.own_results),
         _conditions(facts.own_results),
         "Every figure, beside the baselines on the same prompts:",
