@@ -61,6 +61,10 @@ class Plan:
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     rejection_sample_method: Literal["standard", "block"] = "standard"
 
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise UserError(f"--samples {self.samples}: one continuation of a prompt varies by nothing; give 2 or more")
+
     def sampling(self, side: str) -> Sampling:
         """The settings of one side, each with a seed of its own."""
         return Sampling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,11 @@ def sampled_sides(folder: Path, rates: dict[str, float], prompts: int = 20, samp
             kept = random.binomial(rounds * 2, own)
             journal.add(side, prompt, Sampled(rounds.tolist(), kept.tolist()))
     return journal
+
+
+def test_a_single_continuation_has_no_interval() -> None:
+    with pytest.raises(UserError, match="--samples 1"):
+        replace(PLAN, samples=1)
 
 
 def test_equal_sides_agree_and_others_do_not(tmp_path: Path) -> None:
