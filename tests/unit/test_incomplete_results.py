@@ -54,7 +54,7 @@ def served(concurrency: int, seconds: float, baseline: bool, kind: str = "ngram"
     loads = [ServedLoad(answers, {**counters, "num_accepted_tokens_per_pos": per_position}, 330, seconds)]
     loads += [ServedLoad(answers, {}, 330, 20.0)] if baseline else []
     suite = Suite("chat", [str(i) for i in range(30)], [""] * 30, [[1]] * 30)
-    server: Any = SimpleNamespace(target="some/model")
+    server: Any = SimpleNamespace(target="some/model", model="some/model")
     return {**served_result(server, "ngram", suite, Sampling(), concurrency, loads), "type": kind}
 
 
