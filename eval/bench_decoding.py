@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from spec_train.evaluation.evaluate import render_suite
-from spec_train.evaluation.speed import bench_decoding, bench_table
+from spec_train.evaluation.speed import bench_decoding, bench_linears, bench_table, linears_table
 from spec_train.recipe import load_recipe
 from spec_train.run import Run
 from spec_train.speculators import load_speculator
@@ -28,11 +28,17 @@ if __name__ == "__main__":
     parser.add_argument("--single-prompts", type=int, default=3, help="of these, decoded by transformers as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--linears", type=int, nargs="*", metavar="ROWS", help="time linear layers alone, e.g. 1 4 32")
     parser.add_argument("--json", type=Path, default=Path("bench_decoding.json"), help="where the figures are written")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     run = Run(load_recipe(given.recipe))
     target = run.target()
+    if given.linears:
+        layers = bench_linears(target, given.linears, given.rounds)
+        given.json.write_text(json.dumps(layers, indent=2) + "\n", encoding="utf-8")
+        print(linears_table(layers), end="")
+        sys.exit(0)
     speculator = load_speculator(best_checkpoint(run), target)
     assistant = speculator.body.model if isinstance(speculator, DraftLM) else None
     result = bench_decoding(

@@ -34,6 +34,7 @@ from spec_train.evaluation.chains import Chain
 from spec_train.evaluation.costs import Costs, measure_costs
 from spec_train.evaluation.estimate import estimator
 from spec_train.evaluation.evaluate import render_suite
+from spec_train.serving.export import read_export
 from spec_train.speculators import load_speculator, recorded_prompt
 from spec_train.target import TargetModel
 
@@ -110,7 +111,7 @@ def _tuple(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
-    parser.add_argument("--target", required=True)
+    parser.add_argument("--target", help="default: the one that an export names")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, read back after an interruption")
     parser.add_argument("--suite", nargs="+", default=["gsm8k"])
     parser.add_argument("--groups", type=int, default=1, help="traces of each suite")
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
+    options.target = options.target or read_export(Path(options.checkpoint))["target_id"]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = TargetModel.load(options.target, dtype=getattr(torch, options.dtype), device=device)

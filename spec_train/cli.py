@@ -171,7 +171,9 @@ def evaluate(
     ],
     overrides: Overrides = None,
     force: Force = False,
-    target: Annotated[str | None, typer.Option(help="The target model: a folder or hub id")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="The target model: a folder or hub id (default: the one an export names)")
+    ] = None,
     suite: Annotated[str | None, typer.Option(help="A name out of spec-train suites, or a JSONL or suite file")] = None,
     num_draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="One or more, e.g. 3 5 7")] = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="One or more, e.g. 0 1")] = None,
@@ -232,6 +234,7 @@ def evaluate(
         raise UserError(
             f"{subject}: neither a recipe (.yaml) nor a checkpoint or export folder, nor a hub id, nor ngram or suffix"
         )
+    target = target or _recorded_target(subject)
     if target is None or suite is None:
         raise UserError(f"eval {subject} needs --target MODEL and --suite SUITE")
     if dtype not in (None, "float32", "bfloat16", "float16"):
@@ -256,6 +259,13 @@ def evaluate(
         _evaluate_in_vllm(subject, target, suite, {**settings, "concurrency": concurrency or [1, 8]}, json_path)
         return
     _evaluate_checkpoint(subject, target, suite, settings, json_path)
+
+
+def _recorded_target(subject: str) -> str | None:
+    """The target that an export names, as `verify` takes it; None of anything else."""
+    from spec_train.serving.export import is_export, read_export
+
+    return str(read_export(Path(subject))["target_id"]) if is_export(Path(subject)) else None
 
 
 def _evaluate_in_vllm(subject: str, target: str, suite: str, settings: dict[str, Any], json_path: Path | None) -> None:
@@ -483,7 +493,7 @@ def advise(
         raise UserError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
     methods, notes = read_methods(results, temperature)
     advice = advise_on(methods, concurrency, notes)
-    chosen = next(method for method in methods if method.kind == advice["method"])
+    chosen = next(method for method in methods if method.name == advice["method"])
     arguments = vllm_config(chosen, advice, export_dir)
     advice["vllm"] = arguments
     console = _console()

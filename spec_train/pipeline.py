@@ -231,7 +231,8 @@ def evaluate_checkpoint(
         settings = EvalSettings(sampling, max_new_tokens, batch_size, speed_prompts, None, speed_rounds)
         results += evaluate_suite(model, [contender, *planted], prompts, settings, target_name=target)
     costs = measure_costs(model, contender.proposer, deepest=max(contender.num_draft_tokens))
-    return [{**result, "costs": costs, "overlap": seen} for result in results]
+    # The costs are the chain's: a tree drafts and checks at others.
+    return [{**result, **({} if result.get("tree") else {"costs": costs}), "overlap": seen} for result in results]
 
 
 def verify_export_dir(

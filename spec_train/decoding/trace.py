@@ -29,7 +29,8 @@ class Cycle:
 @dataclass
 class RequestTrace:
     """One request: prompt and output token ids (EOS included when it was produced), and its rounds. The first output
-    token comes from the prefill and belongs to no round. `finish_reason` is "stop" or "length"."""
+    token comes from the prefill and belongs to no round. `finish_reason` is "stop" or "length". `conversation`: its
+    name, shared by the turns of one, "" for a request that stands alone; intervals draw conversations."""
 
     id: str
     prompt_ids: list[int]
@@ -37,6 +38,7 @@ class RequestTrace:
     cycles: list[Cycle] = field(default_factory=list)
     finish_reason: str = "length"
     category: str = ""
+    conversation: str = ""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from spec_train.errors import UserError
 from spec_train.evaluation.advice_input import Method
+from spec_train.evaluation.report import ABSENT
 from spec_train.serving.contract import engine_arguments
 
 EXPORT_PLACEHOLDER = "EXPORT_DIR"
@@ -24,47 +25,59 @@ def advice_table(advice: dict[str, Any]) -> Table:
     for column in ("load", "from", "method", "K", "tokens/round", "speed-up (95%)", "adaptive K adds", "tied with"):
         table.add_column(column, justify="left" if column in ("from", "method", "tied with") else "right")
     for load in advice["loads"]:
-        low, high = load["speedup_ci95"]
         gain = load["adaptive"]
         table.add_row(
             str(load["concurrency"]),
             load["source"],
-            load["type"] if load["speculate"] else f"none (best: {load['type']})",
+            f"none (best: {load['method']})" if load["speculate"] is False else load["method"],
             str(load["num_draft_tokens"]),
             f"{load['tokens_per_round']:.2f}",
-            f"{load['speedup']:.2f}x ({low:.2f}-{high:.2f})",
-            f"{gain['causal_gain']:+.0%} (bound {gain['oracle_gain']:+.0%})" if gain else "-",
-            ", ".join(load["tied_with"]) or "-",
+            _speedup(load),
+            f"{gain['causal_gain']:+.0%} (bound {gain['oracle_gain']:+.0%})" if gain else ABSENT,
+            ", ".join(load["tied_with"]) or ABSENT,
         )
     return table
+
+
+def _speedup(load: dict[str, Any]) -> str:
+    """ "1.50x (1.41-1.58)"; "1.50x (-)" without an interval; "- (41.3 tokens/s)" of a server that nothing was held
+    against."""
+    if load["speedup"] is None:
+        return f"{ABSENT} ({load['tokens_per_second']:.1f} tokens/s)"
+    interval = load["speedup_ci95"]
+    return f"{load['speedup']:.2f}x ({f'{interval[0]:.2f}-{interval[1]:.2f}' if interval else ABSENT})"
 
 
 def break_even_lines(advice: dict[str, Any]) -> list[str]:
     """One sentence a method: from which load on it stops paying."""
     lines = []
-    for kind, summary in advice["methods"].items():
+    for name, summary in advice["methods"].items():
         if not summary["searched"]:
             continue
         where = summary["break_even_concurrency"]
         pays = f"pays at every load up to {summary['searched']}" if where is None else f"pays below load {where}"
-        lines.append(f"{kind}: {pays}")
+        lines.append(f"{name}: {pays}")
     return lines
 
 
 def vllm_config(method: Method, advice: dict[str, Any], export_dir: Path | None = None) -> dict[str, Any] | None:
     """The arguments that serve the advised method in vLLM ("model", "speculative_config", ...); None where no load
-    gains. The schedule is added where K differs between batch sizes.
+    gains. How drafts are picked and judged is named as it was measured (vLLM 0.32 and later), unless only the server
+    knows. The schedule is added where K differs between batch sizes.
 
     `export_dir`: the exported speculator; searched for beside the run's checkpoint where it is not given. Raises
     UserError where `export_dir` is no export of this method.
     """
-    ranges = advice["methods"][method.kind]["schedule"]
-    advised = [load["num_draft_tokens"] for load in advice["loads"] if load["type"] == method.kind]
+    ranges = advice["methods"][method.name]["schedule"]
+    advised = [load["num_draft_tokens"] for load in advice["loads"] if load["method"] == method.name]
     deepest = max([k for _, _, k in ranges] or advised, default=0)
     if deepest == 0:
         return None
     result = method.evaluated[max(method.evaluated)].results[0]
     arguments = _arguments(method.kind, result, deepest, export_dir)
+    settings = {"draft_sample_method": method.draft_sample_method}
+    settings["rejection_sample_method"] = method.rejection_sample_method
+    arguments["speculative_config"] |= {name: value for name, value in settings.items() if value is not None}
     if len(ranges) > 1:
         arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
     return arguments

@@ -8,9 +8,10 @@ round at a K that was decoded are that decode's own; at a K between, the rounds 
 1 + sum_{j<=K} prod_{i<=j} c_i with the conditional rates c_i (see `chains.py`), corrected for where those rounds start.
 A server's own measurement of a load is preferred to the model.
 
-Uncertainty: prompts are resampled (the same for every method, so comparisons are paired), and times are jittered by
-their measured spread. Depths within 1% of the best are a tie, and the smallest of them is advised: it costs less
-memory and loses less when the traffic is harder than the suite. The prefill is left out: short answers gain less.
+Uncertainty: conversations are resampled (the same for every method, so comparisons are paired), and times are jittered
+by their measured spread; where the spread of acceptance is not known, there is no interval. Depths within 1% of the
+best are a tie, and the smallest of them is advised: it costs less memory and loses less when the traffic is harder than
+the suite. The prefill is left out: short answers gain less.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from spec_train.errors import UserError
 from spec_train.evaluation.advice_input import Evaluated, Method
 from spec_train.evaluation.chains import causal_ms_per_token, conditional_rates, fixed, oracle_ms_per_token
 from spec_train.evaluation.costs import Costs
+from spec_train.training.acceptance import sums_of_clusters
 
 RESAMPLES = 1000
 TIE = 0.01
@@ -38,19 +40,24 @@ Samples = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One method at one K at one load. `samples` [RESAMPLES]: the speed-up in every resample."""
+    """One method at one K at one load. `name`: of the method; `samples` [RESAMPLES]: the speed-up in every resample,
+    nan where it is not known how much it varies; `speedup` nan where a server was measured without a baseline;
+    `tokens_per_second`: of a server."""
 
-    kind: str
+    name: str
     num_draft_tokens: int
     tokens: float
     speedup: float
     samples: Samples
     measured: bool
+    tokens_per_second: float = 0.0
 
     @property
-    def interval(self) -> tuple[float, float]:
-        low, high = np.quantile(self.samples, [0.025, 0.975])
-        return float(low), float(high)
+    def interval(self) -> list[float] | None:
+        """The 95% interval of the speed-up, None where it is not known."""
+        if np.isnan(self.samples).any():
+            return None
+        return [float(bound) for bound in np.quantile(self.samples, [0.025, 0.975])]
 
 
 def advise(
@@ -64,12 +71,12 @@ def advise(
     if not any(m.costs or m.served for m in methods):
         raise UserError("no step was timed: evaluate with eval.measure_costs=true or eval.speed_prompts above 0")
     timed = [m for m in methods if m.costs or m.served]
-    warnings = [*notes, *(f"{m.kind} left out: nothing was timed" for m in methods if m not in timed)]
+    warnings = [*notes, *(f"{m.name} left out: nothing was timed" for m in methods if m not in timed)]
     loads = sorted(set(concurrency)) if concurrency else _known_loads(timed)
     if loads[0] < 1:
         raise UserError(f"--concurrency {loads[0]}: give at least 1")
     entries = [_load_advice(timed, load, warnings) for load in loads]
-    summary = {m.kind: _method_summary(m, max(loads)) for m in timed}
+    summary = {m.name: _method_summary(m, max(loads)) for m in timed}
     warnings += _traffic_warnings(timed, loads)
     return {
         "target": next(iter(timed[0].evaluated.values())).results[0]["target"],
@@ -81,17 +88,20 @@ def advise(
 
 
 def candidates_at(method: Method, load: int) -> list[Candidate]:
-    """Every K of one method at one load: what servers measured there, else the model for K = 1 up to the deepest."""
-    served = {k: result for (where, k), result in method.served.items() if where == load}
-    if served:
-        return [_served(method, k, result) for k, result in sorted(served.items())]
-    if method.costs is None:
-        return []
+    """Every K of one method at one load: what servers gained there, else the model for K = 1 up to the deepest, else
+    what servers reached without one to compare them with."""
+    served = [_served(method, k, result) for (where, k), result in sorted(method.served.items()) if where == load]
+    compared = [candidate for candidate in served if not np.isnan(candidate.speedup)]
+    if compared or method.costs is None:
+        return compared or served
     return [_modelled(method, method.costs, k, load) for k in range(1, max(method.evaluated) + 1)]
 
 
 def pick(candidates: Sequence[Candidate]) -> Candidate:
-    """The smallest K within 1% of the fastest one; candidates are of one method."""
+    """The smallest K within 1% of the fastest one; candidates are of one method, all compared with plain decoding or
+    none."""
+    if any(np.isnan(c.speedup) for c in candidates):
+        return max(candidates, key=lambda c: c.tokens_per_second)
     best = max(c.speedup for c in candidates)
     near = [c for c in candidates if c.speedup >= (1 - TIE) * best]
     return min(near, key=lambda c: c.num_draft_tokens)
@@ -137,12 +147,16 @@ def _replayed(deep: Evaluated, num_draft_tokens: int) -> tuple[float, Samples, f
     if not deep.chains:
         return _from_rates(deep, num_draft_tokens)
     walks = [fixed(chain, num_draft_tokens) for chain in deep.chains]
-    tokens, rounds = np.array([w.tokens for w in walks], float), np.array([w.rounds for w in walks], float)
-    if not rounds.sum():
+    names = [chain.conversation or place for place, chain in enumerate(deep.chains)]
+    tokens_R, rounds_R = np.array([w.tokens for w in walks], float), np.array([w.rounds for w in walks], float)
+    tokens_C, rounds_C = sums_of_clusters(tokens_R, rounds_R, names)
+    if not len(rounds_C):
         return 1.0, np.ones(RESAMPLES), 0.0
-    picks = np.random.default_rng(0).integers(0, len(walks), size=(RESAMPLES, len(walks)))
-    samples = tokens[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
-    return float(tokens.sum() / rounds.sum()), samples, sum(w.drafts for w in walks) / float(rounds.sum())
+    samples = np.full(RESAMPLES, np.nan)
+    if len(rounds_C) > 1:  # one conversation alone does not tell how others differ
+        picks = np.random.default_rng(0).integers(0, len(rounds_C), size=(RESAMPLES, len(rounds_C)))
+        samples = tokens_C[picks].sum(1) / rounds_C[picks].sum(1)
+    return float(tokens_C.sum() / rounds_C.sum()), samples, sum(w.drafts for w in walks) / float(rounds_C.sum())
 
 
 def schedule(method: Method, largest: int) -> list[list[int]]:
@@ -161,19 +175,18 @@ def schedule(method: Method, largest: int) -> list[list[int]]:
 
 
 def _from_rates(deep: Evaluated, num_draft_tokens: int) -> tuple[float, Samples, float]:
-    """Without traces: products of the conditional rates, and the spread of the acceptance interval."""
-    weights = [r["num_spec_steps"] for r in deep.results]
-    tokens = spread = verified = 0.0
-    total = 0.0
-    for result, steps in zip(deep.results, weights, strict=True):
+    """Without traces: products of the conditional rates, and the spread of the acceptance interval (none: nan)."""
+    tokens = spread = verified = total = 0.0
+    for result in deep.results:
         rates = result["conditional_acceptance_rate_per_position"][:num_draft_tokens]
-        rounds = (result["num_output_tokens"] - result["num_prompts"]) / result["tokens_per_step"]
+        rounds, steps = _passes(result), result["num_spec_steps"]
         share = min(1.0, steps / rounds) if rounds > 0 else 1.0  # the rest are plain steps
         kept = float(np.cumprod(rates).sum())
-        low, high = result["mean_acceptance_length_ci95"]
+        interval = result.get("mean_acceptance_length_ci95")
         whole = max(result["mean_acceptance_length"] - 1, 1e-9)
         tokens += rounds * (1 + share * kept)
-        spread += (rounds * share * kept * (high - low) / 3.92 / whole) ** 2
+        width = interval[1] - interval[0] if interval else np.nan
+        spread += (rounds * share * kept * width / 3.92 / whole) ** 2
         verified += result["num_draft_tokens_total"] * num_draft_tokens / deep.num_draft_tokens
         total += rounds
     if total <= 0:
@@ -183,17 +196,27 @@ def _from_rates(deep: Evaluated, num_draft_tokens: int) -> tuple[float, Samples,
     return mean, np.maximum(mean + noise * spread**0.5 / total, 1.0), verified / total
 
 
+def _passes(result: dict[str, Any]) -> float:
+    """The target's passes after the prefill. A server does not tell them; each gave one token beside its drafts."""
+    emitted = result["num_output_tokens"] - result["num_prompts"]
+    if result.get("tokens_per_step"):
+        return float(emitted / result["tokens_per_step"])
+    return float(max(result["num_spec_steps"], emitted - result["num_accepted_draft_tokens"]))
+
+
 def _modelled(method: Method, costs: Costs, k: int, load: int) -> Candidate:
     tokens, tokens_R, verified = tokens_per_round(method, k)
     gain = costs.target_ms(load, 1) / costs.round_ms(load, k, verified)
     jitter = 1 + costs.relative_spread() * np.random.default_rng(1).standard_normal(RESAMPLES)
-    return Candidate(method.kind, k, tokens, tokens * gain, tokens_R * gain * np.maximum(jitter, 0.1), False)
+    return Candidate(method.name, k, tokens, tokens * gain, tokens_R * gain * np.maximum(jitter, 0.1), False)
 
 
 def _served(method: Method, k: int, result: dict[str, Any]) -> Candidate:
     tokens, tokens_R, _ = tokens_per_round(method, k)
-    speedup = float(result["speed"]["speedup"])
-    return Candidate(method.kind, k, tokens, speedup, tokens_R / tokens * speedup, True)
+    speed = result["speed"]
+    speedup = np.nan if speed.get("speedup") is None else float(speed["speedup"])
+    rate = float(speed.get("tokens_per_second") or 0)
+    return Candidate(method.name, k, tokens, speedup, tokens_R / tokens * speedup, True, rate)
 
 
 def _known_loads(methods: Sequence[Method]) -> list[int]:
@@ -202,43 +225,69 @@ def _known_loads(methods: Sequence[Method]) -> list[int]:
 
 
 def _load_advice(methods: Sequence[Method], load: int, warnings: list[str]) -> dict[str, Any]:
-    by_method = {m.kind: candidates_at(m, load) for m in methods}
-    if any(c.measured for found in by_method.values() for c in found):
-        unserved = [kind for kind, found in by_method.items() if found and not found[0].measured]
-        by_method = {kind: found for kind, found in by_method.items() if kind not in unserved}
-        if unserved:
-            warnings.append(f"load {load}: {', '.join(unserved)} left out, no server was measured with it there")
-    choices = sorted((pick(found) for found in by_method.values() if found), key=lambda c: -c.speedup)
-    if not choices:
+    by_method = {m.name: found for m in methods if (found := candidates_at(m, load))}
+    if not by_method:
         raise UserError(f"--concurrency {load}: no cost was measured; servers were measured at other loads only")
+    for why, comparable in (
+        ("no server was measured without speculation beside it", lambda c: not np.isnan(c.speedup)),
+        ("no server was measured with it there", lambda c: c.measured),
+    ):
+        better = {name: found for name, found in by_method.items() if comparable(found[0])}
+        if better and len(better) < len(by_method):
+            others = ", ".join(name for name in by_method if name not in better)
+            warnings.append(f"load {load}: {others} left out, {why}")
+            by_method = better
+    choices = [pick(found) for found in by_method.values()]
+    compared = not np.isnan(choices[0].speedup)
+    choices.sort(key=lambda c: -c.speedup if compared else -c.tokens_per_second)
     best = choices[0]
-    tied = [c.kind for c in choices[1:] if float(np.quantile(best.samples / c.samples, 0.025)) <= 1.0]
-    if tied:
-        warnings.append(f"load {load}: {best.kind} and {', '.join(tied)} cannot be told apart; measure more prompts")
-    low, high = best.interval
-    speculate = best.speedup > 1.0
-    if low <= 1.0 <= high:
-        warnings.append(f"load {load}: a gain is not certain, {best.speedup:.2f}x ({low:.2f}-{high:.2f})")
-    if not speculate:
-        warnings.append(f"load {load}: speculation slows this down ({best.speedup:.2f}x at best); serve without it")
-    method = next(m for m in methods if m.kind == best.kind)
+    # Unknown spreads (nan) cannot tell two methods apart either.
+    tied = [c.name for c in choices[1:] if not float(np.quantile(best.samples / c.samples, 0.025)) > 1.0]
+    _say_doubts(best, tied, load, warnings)
+    method = next(m for m in methods if m.name == best.name)
+    speculate = best.speedup > 1.0 if compared else None
     return {
         "concurrency": load,
         "source": "server" if best.measured else "model",
         "speculate": speculate,
-        "type": best.kind,
-        "num_draft_tokens": best.num_draft_tokens if speculate else 0,
-        "speedup": best.speedup,
-        "speedup_ci95": [low, high],
+        "type": method.kind,
+        "method": method.name,
+        "num_draft_tokens": 0 if speculate is False else best.num_draft_tokens,
+        "speedup": best.speedup if compared else None,
+        "speedup_ci95": best.interval,
+        "tokens_per_second": best.tokens_per_second if best.measured else None,
         "tokens_per_round": best.tokens,
         "tied_with": tied,
-        "adaptive": None if best.measured or not speculate else _adaptive(method, best, load),
+        "adaptive": _adaptive(method, best, load) if speculate and not best.measured else None,
         "candidates": [
-            {"type": c.kind, "num_draft_tokens": c.num_draft_tokens, "speedup": c.speedup}
+            {
+                "type": c.name,
+                "num_draft_tokens": c.num_draft_tokens,
+                "speedup": c.speedup if compared else None,
+            }
             for found in by_method.values()
             for c in found
         ],
     }
+
+
+def _say_doubts(best: Candidate, tied: Sequence[str], load: int, warnings: list[str]) -> None:
+    """What may be otherwise than the best candidate of a load says."""
+    if np.isnan(best.speedup):
+        warnings.append(
+            f"load {load}: whether this gains is not known, no server without speculation was measured; "
+            "evaluate again with --baseline-server"
+        )
+        return
+    if tied:
+        warnings.append(f"load {load}: {best.name} and {', '.join(tied)} cannot be told apart; measure more prompts")
+    if best.interval is None:
+        warnings.append(f"load {load}: no interval, a single conversation or a server does not tell how others differ")
+    elif best.interval[0] <= 1.0 <= best.interval[1]:
+        low, high = best.interval
+        warnings.append(f"load {load}: a gain is not certain, {best.speedup:.2f}x ({low:.2f}-{high:.2f})")
+    if not best.speedup > 1.0:
+        warnings.append(f"load {load}: speculation slows this down ({best.speedup:.2f}x at best); serve without it")
 
 
 def _adaptive(method: Method, best: Candidate, load: int) -> dict[str, float] | None:
@@ -274,13 +323,15 @@ def _method_summary(method: Method, largest: int) -> dict[str, Any]:
 
 
 def _overall(methods: Sequence[Method], loads: Sequence[int]) -> str:
-    """The method whose best K gains most over all loads together (geometric mean); a server runs one method."""
+    """The method whose best K gains most over all loads together (geometric mean); a server runs one method. Where no
+    gain is known, the one that gave most tokens a second."""
 
-    def worth(method: Method) -> float:
+    def worth(method: Method) -> tuple[float, float]:
+        found = [candidate for load in loads for candidate in candidates_at(method, load)]
         gains = [max([1.0, *(c.speedup for c in candidates_at(method, load))]) for load in loads]
-        return float(np.log(gains).mean())
+        return float(np.log(gains).mean()), max((c.tokens_per_second for c in found), default=0.0)
 
-    return max(methods, key=worth).kind
+    return max(methods, key=worth).name
 
 
 def _traffic_warnings(methods: Sequence[Method], loads: Sequence[int]) -> list[str]:
@@ -306,21 +357,21 @@ def _traffic_warnings(methods: Sequence[Method], loads: Sequence[int]) -> list[s
         rate /= sum(r["num_spec_steps"] for r in shallow.results)
         if rate < LOW_ACCEPTANCE:
             warnings.append(
-                f"{method.kind}: low acceptance, only {rate:.0%} of first drafts are kept; train it further"
+                f"{method.name}: low acceptance, only {rate:.0%} of first drafts are kept; train it further"
             )
         if method.costs is None:
             continue
         busy = [load for load in loads if _row_share(method.costs, load) > SATURATED]
         if busy:
             warnings.append(
-                f"{method.kind}: from load {busy[0]} on the target's pass grows with its rows (a further row costs "
+                f"{method.name}: from load {busy[0]} on the target's pass grows with its rows (a further row costs "
                 f"{_row_share(method.costs, busy[0]):.0%} of a step): the device is saturated, verifying is not free"
             )
         beyond = [load for load in loads if load > method.costs.largest_batch and not method.served]
         if beyond:
             largest = method.costs.largest_batch
             warnings.append(
-                f"{method.kind}: loads above {largest} are extrapolated from costs measured up to {largest}"
+                f"{method.name}: loads above {largest} are extrapolated from costs measured up to {largest}"
             )
     return warnings
 

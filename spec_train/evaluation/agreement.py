@@ -30,12 +30,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from spec_train.decoding.acceptance import acceptance_length, drafted_rounds
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import RequestTrace
 from spec_train.errors import UserError
 from spec_train.evaluation.estimate import text_hits
-from spec_train.evaluation.metrics import drafted_rounds
 from spec_train.evaluation.turns import Suite
 from spec_train.evaluation.vllm_backend import run_engines, trace_of
 from spec_train.speculators.base import Speculator
@@ -60,6 +60,10 @@ class Plan:
     seed: int = 0
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     rejection_sample_method: Literal["standard", "block"] = "standard"
+
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise UserError(f"--samples {self.samples}: one continuation of a prompt varies by nothing; give 2 or more")
 
     def sampling(self, side: str) -> Sampling:
         """The settings of one side, each with a seed of its own."""
@@ -171,7 +175,7 @@ def compare_sides(journal: Journal, prompts: int) -> dict[str, Any]:
             "continuations": sum(len(row.rounds) for row in rows),
             "rounds": rounds,
             "kept": kept,
-            "tau": 1 + kept / max(rounds, 1),
+            "tau": acceptance_length(kept, rounds),
             "ci95": [float(low), float(high)],
         }
     pairs = []

@@ -30,7 +30,7 @@ MEMORY = 0.8  # weight of the past in the causal policy's running means
 class Chain:
     """One request. `hits`: leading hits from every state (flags) or accepted drafts of every round (rounds);
     `drafted`: how many drafts stood there (prompt lookup offers fewer than K); `output_tokens` includes the prefill's
-    own token."""
+    own token; `conversation`: shared by its turns, "" for a request that stands alone."""
 
     id: str
     hits: tuple[int, ...]
@@ -38,6 +38,7 @@ class Chain:
     depth: int
     flags: bool
     output_tokens: int
+    conversation: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,21 @@ import torch
 from spec_train.batch import Features
 from spec_train.data.batches import build_batch
 from spec_train.data.documents import Document
+from spec_train.decoding.acceptance import acceptance_length, drafted_rounds, survivors
 from spec_train.decoding.engine import batches_of
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, RequestTrace
-from spec_train.evaluation.metrics import acceptance_interval, drafted_rounds
+from spec_train.evaluation.metrics import acceptance_interval
 from spec_train.speculators.base import Committed, Proposer, ResponseHits, Speculator
 from spec_train.speculators.distillation import add_target_probs
 from spec_train.target import TargetModel
-from spec_train.training.acceptance import independent_length, position_average, renewal_counts, renewal_interval
+from spec_train.training.acceptance import (
+    Interval,
+    independent_length,
+    position_average,
+    renewal_counts,
+    renewal_interval,
+)
 
 ESTIMATE_TOKENS = 4096  # positions in one teacher-forced pass
 
@@ -43,7 +50,7 @@ def estimator(
     """Estimates for any K up to `max_draft_tokens` on `texts`, which `target` wrote under `sampling`.
 
     At temperature 0 they equal what decoding measures, to the last counted token; on sampled text they have the
-    expectation of what decoding measures, with an interval over the prompts. `batch_size`: that of the decode, see
+    expectation of what decoding measures, with an interval over conversations. `batch_size`: that of the decode, see
     `replay`.
     """
     if isinstance(proposer, Speculator):
@@ -52,7 +59,7 @@ def estimator(
     def replayed(num_draft_tokens: int) -> dict[str, Any]:
         requests = replay(proposer, texts, num_draft_tokens, batch_size=batch_size, max_length=target.max_length)
         rounds = drafted_rounds(requests)
-        survived = [sum(cycle.kept > i for cycle in rounds) for i in range(num_draft_tokens)]
+        survived = survivors((cycle.kept for cycle in rounds), num_draft_tokens)
         figures = _figures(len(rounds), survived, acceptance_interval(requests))
         return {
             **figures,
@@ -104,9 +111,14 @@ def text_hits(
     rules: Sequence[Sampling],
 ) -> list[list[ResponseHits]]:
     """Teacher-forced drafts along the answers of `texts`, in the order of their length; one list for each of `rules`,
-    settings that differ in nothing but how drafts are picked and judged."""
+    settings that differ in nothing but how drafts are picked and judged. Turns of one
+    conversation share a `document_id`."""
     documents = [
-        Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
+        Document(
+            r.conversation or r.id,
+            r.prompt_ids + r.output_ids,
+            [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))],
+        )
         for r in texts
     ]
     hits: list[list[ResponseHits]] = [[] for _ in rules]
@@ -125,15 +137,15 @@ def _renewal(hits: Sequence[ResponseHits], num_draft_tokens: int) -> dict[str, A
     return _figures(counts.steps, counts.survived, renewal_interval(hits, num_draft_tokens))
 
 
-def _figures(steps: float, survived: Sequence[float], interval: tuple[float, float]) -> dict[str, Any]:
+def _figures(steps: float, survived: Sequence[float], interval: Interval | None) -> dict[str, Any]:
     """`survived[i]`: rounds that kept at least i+1 drafts, of `steps`."""
     accepted = sum(survived)
     before = [steps, *survived]
     return {
-        "renewal": 1.0 + accepted / steps if steps else 1.0,
+        "renewal": acceptance_length(accepted, steps),
         "renewal_steps": steps,
         "renewal_accepted": accepted,
-        "renewal_ci95": list(interval),
+        "renewal_ci95": interval,
         "acceptance_rate_per_position": [count / steps if steps else 0.0 for count in survived],
         "conditional_acceptance_rate_per_position": [
             count / earlier if earlier else 0.0 for earlier, count in zip(before, survived, strict=False)

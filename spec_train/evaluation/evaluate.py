@@ -105,7 +105,7 @@ def _decode_turn(target: TargetModel, suite: Suite, settings: EvalSettings, part
     """The text of one turn of a suite."""
     common: dict[str, Any] = {"sampling": settings.sampling, "max_new_tokens": settings.max_new_tokens}
     with progress(f"{suite.name}: plain decoding", len(suite.prompts) * settings.max_new_tokens) as advance:
-        return resumable_decode(
+        trace = resumable_decode(
             lambda chunk: plain_decode(target, **suite.part(chunk), **common, on_progress=advance),
             suite.prompts,
             settings.batch_size,
@@ -114,6 +114,8 @@ def _decode_turn(target: TargetModel, suite: Suite, settings: EvalSettings, part
             settings=_settings_key(target, suite, settings, "plain"),
             on_progress=advance,
         )
+    suite.name_conversations(trace.requests)
+    return trace
 
 
 def evaluate(
@@ -148,6 +150,7 @@ def evaluate(
             settings=_settings_key(target, suite, settings, f"{contender.name} {who}"),
             on_progress=advance,
         )
+    suite.name_conversations(trace.requests)
     greedy = settings.sampling.greedy
     speed = _timed(target, contender, suite, settings, num_draft_tokens) if settings.speed_prompts else None
     if speed is not None and contender.assistant is None:  # assisted generation knows no batches

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from spec_train.evaluation.report import number
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -37,20 +39,16 @@ def load_row(result: dict[str, Any]) -> tuple[str, ...]:
         f"{result['temperature']:g}",
         str(k) if k else "-",
         str(speed["concurrency"]),
-        _number(length, "{:.2f}"),
+        number(length),
         " ".join(f"{rate:.2f}" for rate in result["acceptance_rate_per_position"] or []) or "-",
-        _number(speed["tokens_per_second"], "{:.1f}"),
-        _number(speed["baseline_tokens_per_second"], "{:.1f}"),
-        _number(speed["speedup"], "{:.2f}x"),
+        number(speed["tokens_per_second"], "{:.1f}"),
+        number(speed["baseline_tokens_per_second"], "{:.1f}"),
+        number(speed["speedup"], "{:.2f}x"),
         _pair(speed, "ttft"),
         _pair(speed, "baseline_ttft"),
         _pair(speed, "tpot"),
         _pair(speed, "baseline_tpot"),
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _pair(speed: dict[str, Any], name: str) -> str:

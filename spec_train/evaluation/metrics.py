@@ -9,6 +9,13 @@ Two counts run side by side, and the JSON names both:
 `num_spec_steps` follows vLLM: rounds in which at least one token was drafted. A round without a draft (prompt lookup
 found nothing, or one token of room was left) is a plain decoding step; it is in `tokens_per_step`, whose denominator is
 every target pass after the prefill. The prefill's own token belongs to no round.
+
+The acceptance length counts the target's own token in every round, as vLLM does. A round that an EOS among its drafts
+or the length limit ends does not give it. `tokens_per_drafted_round` is what users received from these rounds, and so
+less, by at most one token a request.
+
+Intervals draw conversations, since rounds of one conversation resemble each other, those of its later turns too. Fewer
+than two that drafted anything have no interval: None.
 """
 
 from __future__ import annotations
@@ -18,9 +25,16 @@ from typing import Any
 
 import numpy as np
 
+from spec_train.decoding.acceptance import (
+    acceptance_length,
+    decoded_length,
+    drafted_rounds,
+    survivors,
+    vllm_counters,
+)
 from spec_train.decoding.sampling import Sampling
-from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace
-from spec_train.training.acceptance import ratio_interval
+from spec_train.decoding.trace import DecodeTrace, RequestTrace
+from spec_train.training.acceptance import Interval, length_interval, ratio_interval, sums_of_clusters
 
 
 def summarise(
@@ -44,12 +58,13 @@ def summarise(
     "plain", `method` vLLM's ("draft_model").
 
     `lossless` from compare_lossless (None where the law is sampled), `speed` from speed_summary, `estimate` from
-    training.acceptance. Rates without a single round to count are 0.0, the acceptance length is then 1.0.
+    training.acceptance. Intervals are None where there is none (see above). Rates without a single round to count are
+    0.0, the acceptance length is then 1.0.
     """
     rounds = drafted_rounds(trace.requests)
     steps, kept = len(rounds), sum(cycle.kept for cycle in rounds)
     drafted = sum(len(cycle.drafts) for cycle in rounds)
-    survivors = _survivors([cycle.kept for cycle in rounds], trace.num_draft_tokens)
+    survived = survivors((cycle.kept for cycle in rounds), trace.num_draft_tokens)
     return {
         "target": target,
         "speculator": speculator,
@@ -69,18 +84,20 @@ def summarise(
         "batch_size": trace.batch_size,
         "seed": sampling.seed,
         "num_prompts": len(trace.requests),
+        "num_conversations": num_conversations(trace.requests),
         "num_output_tokens": sum(len(request.output_ids) for request in trace.requests),
         "num_spec_steps": steps,
         "num_draft_tokens_total": drafted,
         "num_accepted_draft_tokens": kept,
-        "mean_acceptance_length": 1 + _ratio(kept, steps),
-        "mean_acceptance_length_ci95": list(acceptance_interval(trace.requests)),
+        "mean_acceptance_length": acceptance_length(kept, steps),
+        "mean_acceptance_length_ci95": acceptance_interval(trace.requests),
         "tokens_per_step": tokens_per_step(trace.requests),
+        "tokens_per_drafted_round": _ratio(sum(cycle.emitted for cycle in rounds), steps) if steps else 1.0,
         "draft_acceptance_rate": _ratio(kept, drafted),
-        "acceptance_rate_per_position": [_ratio(count, steps) for count in survivors],
+        "acceptance_rate_per_position": [_ratio(count, steps) for count in survived],
         "acceptance_rate_per_position_ci95": position_intervals(trace.requests, trace.num_draft_tokens),
         "conditional_acceptance_rate_per_position": [
-            _ratio(count, before) for before, count in zip([steps, *survivors], survivors, strict=False)
+            _ratio(count, before) for before, count in zip([steps, *survived], survived, strict=False)
         ],
         "vllm_counters": vllm_counters(trace),
         "lossless": lossless,
@@ -91,49 +108,37 @@ def summarise(
     }
 
 
-def drafted_rounds(requests: Iterable[RequestTrace]) -> list[Cycle]:
-    """The rounds that vLLM counts: those with at least one drafted token."""
-    return [cycle for request in requests for cycle in request.cycles if cycle.drafts]
-
-
 def tokens_per_step(requests: Iterable[RequestTrace]) -> float:
     """Tokens the user received per target pass after the prefill, rounds without a draft included; 1.0 without any."""
     cycles = [cycle for request in requests for cycle in request.cycles]
     return sum(cycle.emitted for cycle in cycles) / len(cycles) if cycles else 1.0
 
 
-def vllm_counters(trace: DecodeTrace) -> dict[str, Any]:
-    """What vLLM's `vllm:spec_decode_*` counters read after the same run (drafts cut off at the end included)."""
-    rounds = drafted_rounds(trace.requests)
-    accepted = [cycle.accepted for cycle in rounds]
-    return {
-        "num_drafts": len(rounds),
-        "num_draft_tokens": sum(len(cycle.drafts) for cycle in rounds),
-        "num_accepted_tokens": sum(accepted),
-        "num_accepted_tokens_per_pos": _survivors(accepted, trace.num_draft_tokens),
-    }
+def num_conversations(requests: Sequence[RequestTrace]) -> int:
+    """How many there are, a request that stands alone being one."""
+    return len(set(_conversations(requests)))
 
 
-def acceptance_interval(requests: Sequence[RequestTrace], seed: int = 0) -> tuple[float, float]:
-    """95% bootstrap interval of the acceptance length over prompts, see `ratio_interval`."""
+def acceptance_interval(requests: Sequence[RequestTrace], seed: int = 0) -> Interval | None:
+    """95% bootstrap interval of the acceptance length over conversations, see `ratio_interval`."""
     rounds = [drafted_rounds([request]) for request in requests]
-    steps = np.array([len(cycles) for cycles in rounds], dtype=np.int64)
-    if steps.sum() == 0:
-        return 1.0, 1.0
-    kept = np.array([sum(cycle.kept for cycle in cycles) for cycles in rounds], dtype=np.int64)
-    low, high = ratio_interval(kept, steps, seed)
-    return 1 + float(low), 1 + float(high)
+    kept = [sum(cycle.kept for cycle in cycles) for cycles in rounds]
+    return length_interval(kept, [len(cycles) for cycles in rounds], _conversations(requests), seed)
 
 
-def position_intervals(requests: Sequence[RequestTrace], positions: int, seed: int = 0) -> list[list[float]]:
-    """95% bootstrap intervals [low, high] of the acceptance rate at each position, over prompts."""
+def position_intervals(requests: Sequence[RequestTrace], positions: int, seed: int = 0) -> list[Interval] | None:
+    """95% bootstrap intervals [low, high] of the acceptance rate at each position, over conversations; None where they
+    have none, see `ratio_interval`."""
     rounds = [drafted_rounds([request]) for request in requests]
-    steps = np.array([len(cycles) for cycles in rounds], dtype=np.int64)
-    if steps.sum() == 0:
-        return [[0.0, 0.0] for _ in range(positions)]
-    survivors_RK = np.array([_survivors((c.kept for c in cycles), positions) for cycles in rounds], dtype=np.int64)
-    low_K, high_K = ratio_interval(survivors_RK, steps, seed)
-    return [[float(low), float(high)] for low, high in zip(low_K, high_K, strict=True)]
+    survived = [survivors((cycle.kept for cycle in cycles), positions) for cycles in rounds]
+    survived_RK, steps_R = np.array(survived).reshape(len(rounds), positions), np.array([len(c) for c in rounds])
+    bounds = ratio_interval(*sums_of_clusters(survived_RK, steps_R, _conversations(requests)), seed)
+    return None if bounds is None else [[float(low), float(high)] for low, high in zip(*bounds, strict=True)]
+
+
+def _conversations(requests: Sequence[RequestTrace]) -> list[str | int]:
+    """The conversation of each request: its name, or the place of a request that stands alone."""
+    return [request.conversation or place for place, request in enumerate(requests)]
 
 
 def compare_lossless(plain: Sequence[RequestTrace], spec: Sequence[RequestTrace]) -> dict[str, Any]:
@@ -250,12 +255,6 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _survivors(accepted: Iterable[int], positions: int) -> list[int]:
-    """How many rounds accepted at least 1, 2, ... `positions` drafts."""
-    lengths = list(accepted)
-    return [sum(length > position for length in lengths) for position in range(positions)]
-
-
 def _by_category(requests: Sequence[RequestTrace]) -> dict[str, dict[str, Any]]:
     """Figures of each named category, in the order of its first request."""
     groups: dict[str, list[RequestTrace]] = {}
@@ -268,8 +267,8 @@ def _by_category(requests: Sequence[RequestTrace]) -> dict[str, dict[str, Any]]:
         table[category] = {
             "num_prompts": len(members),
             "num_spec_steps": len(rounds),
-            "mean_acceptance_length": 1 + _ratio(sum(cycle.kept for cycle in rounds), len(rounds)),
-            "mean_acceptance_length_ci95": list(acceptance_interval(members)),
+            "mean_acceptance_length": decoded_length(members),
+            "mean_acceptance_length_ci95": acceptance_interval(members),
             "tokens_per_step": tokens_per_step(members),
         }
     return table

@@ -46,23 +46,25 @@ def draw_all(results: Results, curves: Sequence[Curve]) -> dict[str, tuple[str, 
 def tokens_against_k(results: Results) -> bytes | None:
     """A panel for each suite and temperature, a line for each speculator; prompt lookup drafts in few rounds, so the
     axis is tokens per target pass and not the acceptance length of drafted rounds."""
-    return _panels(results, "draft tokens K", "tokens per target pass", _draw_against_k)
+    return _panels(_known(results, "tokens_per_step"), "draft tokens K", "tokens per target pass", _draw_against_k)
 
 
 def acceptance_by_position(results: Results) -> bytes | None:
-    """Unconditional rates at the deepest K of each speculator, with 95% intervals over prompts."""
-    return _panels(results, "draft position", "accepted, share of drafted rounds", _draw_positions)
+    """Unconditional rates at the deepest K of each speculator, with 95% intervals over conversations."""
+    known = _known(results, "acceptance_rate_per_position")
+    return _panels(known, "draft position", "accepted, share of drafted rounds", _draw_positions)
 
 
 def by_category(results: Results) -> bytes | None:
     """Bars of tokens per target pass, at the K where each speculator does best overall."""
-    named = [result for result in results if len(result["by_category"]) > 1]
+    known = _known(results, "by_category", "tokens_per_step")
+    named = [result for result in known if len(result["by_category"]) > 1]
     return _panels(named, "", "tokens per target pass", _draw_categories) if named else None
 
 
 def speedup_against_concurrency(results: Results) -> bytes | None:
     """Measured speed-up at each number of requests served together, where a speed was measured."""
-    timed = [result for result in results if result["speed"] and result["speed"].get("speedup")]
+    timed = [result for result in _known(results, "speed") if result["speed"].get("speedup")]
     return _panels(timed, "requests at once", "speed-up", _draw_speedup) if timed else None
 
 
@@ -153,10 +155,10 @@ def _draw_categories(axes: Any, results: Results) -> None:
 
 def _draw_speedup(axes: Any, results: Results) -> None:
     for index, (label, group) in enumerate(_by_kind_and_k(results).items()):
-        points = sorted((r["speed"].get("batch_size") or r["batch_size"], r["speed"]["speedup"]) for r in group)
+        points = sorted((_load(r), r["speed"]["speedup"]) for r in group)
         axes.plot(*zip(*points, strict=True), **_style(index), label=label)
     axes.axhline(1, color="#8c959f", linewidth=1, linestyle="--")
-    loads = sorted({r["speed"].get("batch_size") or r["batch_size"] for r in results})
+    loads = sorted({_load(r) for r in results})
     axes.set_xscale("log", base=2)
     axes.set_xticks(loads, [str(load) for load in loads])
 
@@ -167,7 +169,7 @@ def _panels(results: Results, x_label: str, y_label: str, draw: Any) -> bytes | 
     for result in results:
         if result["type"] != "plain":
             title = f"{result['suite']}, T={result['temperature']:g}"
-            title += "" if result["backend"] == "torch" else f", {result['backend']}"
+            title += "" if result.get("backend", "torch") == "torch" else f", {result['backend']}"
             groups.setdefault(title, []).append(result)
     if not groups:
         return None
@@ -182,6 +184,17 @@ def _panels(results: Results, x_label: str, y_label: str, draw: Any) -> bytes | 
     for axes in list(grid.flat)[len(groups) :]:
         axes.remove()
     return _png(figure)
+
+
+def _known(results: Results, *keys: str) -> list[dict[str, Any]]:
+    """The results that have a value for every one of `keys`; a server does not tell all of them."""
+    return [result for result in results if all(result.get(key) is not None for key in keys)]
+
+
+def _load(result: dict[str, Any]) -> int:
+    """Requests at once in the run that was timed."""
+    speed = result["speed"]
+    return int(speed.get("concurrency") or speed.get("batch_size") or result["batch_size"])
 
 
 def _by(results: Results, key: str) -> dict[str, list[dict[str, Any]]]:

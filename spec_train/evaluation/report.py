@@ -28,7 +28,8 @@ ABSENT = "-"
 
 CAPTION = (
     "tokens/pass: tokens per target pass after the prefill. τ: 1 + accepted drafts / rounds that drafted something, as "
-    "vLLM counts it; prompt lookup drafts in few rounds, so compare it by tokens/pass."
+    "vLLM counts it; prompt lookup drafts in few rounds, so compare it by tokens/pass. In brackets its 95% interval "
+    "over conversations, (-) where there is none: a single conversation, or a server, which tells sums only."
 )
 
 
@@ -71,8 +72,9 @@ def write_results(directory: Path, results: Sequence[dict[str, Any]]) -> list[Pa
 def result_name(result: dict[str, Any]) -> str:
     """`<suite>-<type>-k<K>-t<T>[-probabilistic][-block][-<tree>].json`; a suite given as a path counts by its stem."""
     suite = Path(result["suite"]).stem
-    drafts = "-probabilistic" if result["draft_sample_method"] == "probabilistic" else ""
-    drafts += "-block" if result.get("rejection_sample_method") == "block" else ""  # older results do not name it
+    # Neither older results nor a server's name both.
+    drafts = "-probabilistic" if result.get("draft_sample_method") == "probabilistic" else ""
+    drafts += "-block" if result.get("rejection_sample_method") == "block" else ""
     if result.get("tree"):
         drafts += f"-{result['tree']['name']}"
     kind = result["type"].replace(" ", "_")
@@ -80,12 +82,13 @@ def result_name(result: dict[str, Any]) -> str:
 
 
 def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Cells by suite and temperature; inside those the plain target first, then the order given."""
-    order = {(result["suite"], result["temperature"]): None for result in results}
+    """Cells by suite, temperature and decoder; inside those the plain target first, then the order given."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["suite"], result["temperature"], _where(result)), []).append(result)
     rows = []
-    for suite, temperature in order:
-        group = [r for r in results if (r["suite"], r["temperature"]) == (suite, temperature)]
-        with_speed = next((r for r in group if r.get("speed")), None)
+    for group in groups.values():
+        with_speed = next((r for r in group if (r.get("speed") or {}).get("baseline_tokens_per_second")), None)
         if not any(r["type"] == "plain" for r in group) and with_speed:
             rows.append(_plain_row(with_speed))
         rows += [_row(result) for result in sorted(group, key=lambda r: bool(r["type"] != "plain"))]
@@ -93,22 +96,42 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
-    low, high = result["mean_acceptance_length_ci95"]
-    lossless, speed, estimate = result["lossless"], result["speed"], result["estimate"]
+    lossless, speed, estimate = result.get("lossless"), result.get("speed") or {}, result.get("estimate")
     plain = result["type"] == "plain"
+    rates = result.get("acceptance_rate_per_position") or []
     return (
         Path(result["suite"]).stem,
-        result["type"],
+        result["type"] + _where(result),
         ABSENT if plain else f"{result['num_draft_tokens']}{_tree(result)}",
         f"{result['temperature']:g}",
-        "1.00" if plain else f"{result['tokens_per_step']:.2f}",
-        ABSENT if plain else f"{result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})",
-        ABSENT if plain else " ".join(f"{rate:.2f}" for rate in result["acceptance_rate_per_position"]),
-        f"{estimate['renewal']:.2f}" if estimate else ABSENT,
+        "1.00" if plain else number(result.get("tokens_per_step")),
+        ABSENT if plain else length_cell(result),
+        ABSENT if plain else " ".join(f"{rate:.2f}" for rate in rates) or ABSENT,
+        number(estimate["renewal"]) if estimate else ABSENT,
         f"{lossless['identical']}/{lossless['checked']}" if lossless else ABSENT,
-        f"{speed['tokens_per_second']:.1f}" if speed else ABSENT,
-        f"{speed['speedup']:.2f}x" if speed else ABSENT,
+        number(speed.get("tokens_per_second"), "{:.1f}"),
+        number(speed.get("speedup"), "{:.2f}x"),
     )
+
+
+def length_cell(figures: dict[str, Any]) -> str:
+    """The acceptance length of a result or of a category with its interval, "2.06 (1.98-2.14)"; "2.06 (-)" without."""
+    length, interval = figures.get("mean_acceptance_length"), figures.get("mean_acceptance_length_ci95")
+    if length is None:
+        return ABSENT
+    return f"{length:.2f} ({ABSENT})" if interval is None else f"{length:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
+
+
+def number(value: float | None, form: str = "{:.2f}") -> str:
+    """A figure in a table; "-" where it is not known."""
+    return ABSENT if value is None else form.format(value)
+
+
+def _where(result: dict[str, Any]) -> str:
+    """ " (server, 8 at a time)" of what was not decoded here; else ""."""
+    if result.get("backend", "torch") == "torch":
+        return ""
+    return f" ({result['backend']}, {result['batch_size']} at a time)"
 
 
 def _tree(result: dict[str, Any]) -> str:
@@ -118,5 +141,5 @@ def _tree(result: dict[str, Any]) -> str:
 def _plain_row(result: dict[str, Any]) -> tuple[str, ...]:
     """The target on its own, as timed beside `result`."""
     rate = f"{result['speed']['baseline_tokens_per_second']:.1f}"
-    where = (Path(result["suite"]).stem, "plain", ABSENT, f"{result['temperature']:g}")
+    where = (Path(result["suite"]).stem, "plain" + _where(result), ABSENT, f"{result['temperature']:g}")
     return (*where, "1.00", ABSENT, ABSENT, ABSENT, ABSENT, rate, "1.00x")

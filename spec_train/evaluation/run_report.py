@@ -124,11 +124,13 @@ def _conditions(results: Sequence[dict[str, Any]]) -> str:
     """One line: what was measured on what."""
 
     def values(key: str) -> str:
-        return ", ".join(dict.fromkeys(str(result[key]) for result in results))
+        return ", ".join(dict.fromkeys(str(result[key]) for result in results if result.get(key) is not None))
 
+    # A server tells neither its device nor its dtype.
+    where = ", ".join(found for key in ("device", "dtype", "backend") if (found := values(key)))
     prompts = sorted({result["num_prompts"] for result in results})
     count = str(prompts[0]) if len(prompts) == 1 else f"{prompts[0]} to {prompts[-1]}"
-    return f"Target {values('target')}; {values('device')}, {values('dtype')}, {values('backend')}; {count} prompts."
+    return f"Target {values('target')}; {where}; {count} prompts."
 
 
 def _page(found: Collected, pictures: dict[str, tuple[str, bytes]], title: str) -> str:

@@ -26,6 +26,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from spec_train.decoding.acceptance import acceptance_length
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import RequestTrace
 from spec_train.errors import RunFailure, UserError
@@ -82,7 +83,7 @@ class Server:
         served = {entry["id"]: entry for entry in json.loads(self.fetch("/v1/models"))["data"]}
         if target not in served and len(served) != 1:
             raise UserError(f"{self.url} serves {', '.join(served) or 'no model'}, not {target}: name one in --target")
-        self.model = target if target in served else next(iter(served))
+        self.target, self.model = target, target if target in served else next(iter(served))
         self.context = int(served[self.model].get("max_model_len") or sys.maxsize)
         if "generation_tokens" not in self.counters():
             raise UserError(f"{self.url}/metrics has no counters: start vLLM without --disable-log-stats")
@@ -313,7 +314,7 @@ def served_result(
     ids, plain_ids = ([answer.token_ids for answer in run.answers] for run in (load, plain or load))
     comparable = plain is not None and sampling.greedy and all(ids) and all(plain_ids)
     return {
-        "target": server.model,
+        "target": server.target,
         "speculator": subject,
         "type": kind[0],
         "method": kind[1],
@@ -333,7 +334,7 @@ def served_result(
         "num_spec_steps": rounds,
         "num_draft_tokens_total": drafted,
         "num_accepted_draft_tokens": accepted,
-        "mean_acceptance_length": 1 + accepted / rounds,
+        "mean_acceptance_length": acceptance_length(accepted, rounds),
         "mean_acceptance_length_ci95": None,
         "tokens_per_step": None,
         "draft_acceptance_rate": accepted / drafted,

@@ -84,6 +84,7 @@ def bench_decoding(
             rates[name].append(tokens / seconds)
     return {
         "target": target.name,
+        "type": getattr(proposer, "kind", "speculative"),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -113,7 +114,50 @@ def bench_table(result: dict[str, Any]) -> str:
     for what, ours, theirs in PAIRS:
         if what in result["ratio"]:
             left, right = result["median"][ours], result["median"][theirs]
-            lines.append(f"| {what} | {left:.1f} | {theirs} | {right:.1f} | {result['ratio'][what]:.2f}x |")
+            name = what.replace("speculative", result["type"])
+            lines.append(f"| {name} | {left:.1f} | {theirs} | {right:.1f} | {result['ratio'][what]:.2f}x |")
+    return "\n".join(lines) + "\n"
+
+
+@torch.no_grad()
+def bench_linears(target: TargetModel, rows: Sequence[int], rounds: int = 5) -> dict[str, Any]:
+    """Milliseconds of all linear layers of a pass of the target, with packed weights and with PyTorch's own, by the
+    rows of the pass; medians over `rounds` turns. `gflops`: thousand million operations a second when packed."""
+    layers = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
+    weights = sum(layer.weight.numel() for layer in layers)
+    table = []
+    for count in rows:
+        inputs = [torch.randn(count, x.in_features, dtype=target.dtype, device=target.device) for x in layers]
+
+        def milliseconds(inputs: Sequence[torch.Tensor] = inputs) -> float:
+            begun = clock(target.device)
+            for layer, x in zip(layers, inputs, strict=True):
+                layer(x)
+            return 1000 * (clock(target.device) - begun)
+
+        packed, plain = [], []
+        for _ in range(rounds + 1):
+            packed.append(milliseconds())
+            with plain_linears():
+                plain.append(milliseconds())
+        # The first turn packs and allocates.
+        ms, plain_ms = statistics.median(packed[1:]), statistics.median(plain[1:])
+        table.append({"rows": count, "ms": ms, "plain_ms": plain_ms, "gflops": 2e-6 * count * weights / ms})
+    return {
+        "target": target.name,
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "linears": table,
+    }
+
+
+def linears_table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    lines = ["| rows of a pass | linear layers, packed | PyTorch's own | packed, GFLOP/s |", "|---:|---:|---:|---:|"]
+    lines += [
+        f"| {row['rows']} | {row['ms']:.1f} ms | {row['plain_ms']:.1f} ms | {row['gflops']:.0f} |"
+        for row in result["linears"]
+    ]
     return "\n".join(lines) + "\n"
 
 

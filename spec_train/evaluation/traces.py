@@ -2,7 +2,7 @@
 
 `traces/<result>.jsonl`, one line a request:
 
-    {"id", "category", "prompt_tokens", "output_ids", "finish_reason",
+    {"id", "conversation", "category", "prompt_tokens", "output_ids", "finish_reason",
      "cycles": [[num_drafted, accepted, kept, emitted], ...]}       # see `decoding.trace.Cycle`
 
 While a run is under way its finished batches stand in `traces/.<result>.partial`: first the settings, then a line a
@@ -25,7 +25,8 @@ from spec_train.errors import UserError
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """A request as its trace tells it. `cycles`: (num_drafted, accepted, kept, emitted) of each round."""
+    """A request as its trace tells it. `cycles`: (num_drafted, accepted, kept, emitted) of each round; `conversation`:
+    see RequestTrace, "" in traces that were written before it was kept."""
 
     id: str
     category: str
@@ -33,6 +34,7 @@ class TracedRequest:
     output_ids: list[int]
     finish_reason: str
     cycles: list[tuple[int, int, int, int]]
+    conversation: str = ""
 
 
 def trace_path(result: Path) -> Path:
@@ -49,6 +51,7 @@ def write_trace(path: Path, requests: Iterable[RequestTrace]) -> None:
             json.dumps(
                 {
                     "id": request.id,
+                    "conversation": request.conversation,
                     "category": request.category,
                     "prompt_tokens": len(request.prompt_ids),
                     "output_ids": request.output_ids,

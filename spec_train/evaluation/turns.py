@@ -34,8 +34,8 @@ class FollowUp:
 @dataclass(frozen=True)
 class Suite:
     """Prompts as token ids, rendered exactly as they are served. `asked`: the same prompts as text, for overlap with
-    the training data. `follow_ups`: the later turns, which wait for the target's own answers.
-    `left_out`: how many prompts could not be asked, by reason."""
+    the training data. `follow_ups`: the later turns, which wait for the target's own answers. `left_out`: how many
+    prompts could not be asked, by reason. `conversations`: that of each prompt, empty where every prompt is its own."""
 
     name: str
     ids: list[str]
@@ -44,12 +44,13 @@ class Suite:
     asked: list[str] = field(default_factory=list)
     follow_ups: list[FollowUp] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
+    conversations: list[str] = field(default_factory=list)
 
     def first(self, count: int | None) -> Suite:
         """The first `count` prompts with their later turns."""
         waiting = [f for f in self.follow_ups if count is None or f.parent < count]
         kept = (self.ids[:count], self.categories[:count], self.prompts[:count], self.asked[:count])
-        return Suite(self.name, *kept, waiting, self.left_out)
+        return Suite(self.name, *kept, waiting, self.left_out, self.conversations[:count])
 
     def part(self, indices: Sequence[int]) -> dict[str, Any]:
         """The prompts at `indices` as one batch, in the decoders' words."""
@@ -60,7 +61,18 @@ class Suite:
     def joined(self, later: Suite) -> Suite:
         """These prompts and those of a later turn, after which nothing waits."""
         lists = (self.ids + later.ids, self.categories + later.categories, self.prompts + later.prompts)
-        return Suite(self.name, *lists, self.asked + later.asked, left_out=self.left_out + later.left_out)
+        return Suite(
+            self.name,
+            *lists,
+            self.asked + later.asked,
+            left_out=self.left_out + later.left_out,
+            conversations=self.conversations + later.conversations,
+        )
+
+    def name_conversations(self, requests: Sequence[RequestTrace]) -> None:
+        """Note in the decoded `requests`, one a prompt, which conversation each belongs to."""
+        for request, conversation in zip(requests, self.conversations, strict=False):
+            request.conversation = conversation
 
 
 def is_gap(message: Message) -> bool:
@@ -88,6 +100,7 @@ def add_turn(suite: Suite, turn: FollowUp, max_length: int | None = None) -> Non
     suite.ids.append(f"{turn.conversation.id}/{turn.number}" if several else turn.conversation.id)
     suite.categories.append(turn.conversation.category)
     suite.prompts.append(rendered)
+    suite.conversations.append(turn.conversation.id)
     suite.asked.append(last_user_message(messages[:gap]))
     if gap < len(messages):
         suite.follow_ups.append(replace(turn, number=turn.number + 1, parent=len(suite.prompts) - 1))

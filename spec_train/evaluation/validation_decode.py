@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from spec_train.data.documents import Document
+from spec_train.decoding.acceptance import decoded_length
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.evaluation.estimate import estimator
-from spec_train.evaluation.metrics import compare_lossless, drafted_rounds
+from spec_train.evaluation.metrics import compare_lossless
 from spec_train.speculators import load_speculator
 from spec_train.speculators.base import Speculator
 from spec_train.target import TargetModel
@@ -81,7 +82,7 @@ class ValidationDecode:
         trace, estimate = self._decode(speculator, Sampling())
         same = compare_lossless(self._plain.requests, trace.requests)
         return {
-            f"decode@{self.num_draft_tokens}": acceptance_length(trace),
+            f"decode@{self.num_draft_tokens}": decoded_length(trace.requests),
             f"decode_renewal@{self.num_draft_tokens}": estimate["renewal"],
             "decode_text_equal": same["identical"] / same["checked"],
         }
@@ -89,7 +90,7 @@ class ValidationDecode:
     def _sampled(self, speculator: Speculator, sampling: Sampling) -> dict[str, float]:
         trace, estimate = self._decode(speculator, sampling)
         name, k = f"T{sampling.temperature:g}", self.num_draft_tokens
-        figures = {f"decode_{name}@{k}": acceptance_length(trace)}
+        figures = {f"decode_{name}@{k}": decoded_length(trace.requests)}
         for method, on_text in estimate["by_draft_sample_method"].items():
             figures[f"decode_renewal_{name}_{method}@{k}"] = on_text["renewal"]
         return figures
@@ -105,9 +106,3 @@ class ValidationDecode:
             self.target, speculator, trace.requests, sampling=sampling, max_draft_tokens=k, batch_size=batch_size
         )
         return trace, estimate(k)
-
-
-def acceptance_length(trace: DecodeTrace) -> float:
-    """1 + kept drafts per round that drafted something; 1 without any."""
-    rounds = drafted_rounds(trace.requests)
-    return 1.0 + sum(cycle.kept for cycle in rounds) / max(len(rounds), 1)

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from spec_train.data.chat import load_tokenizer
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.sampling import Sampling, request_seed
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import RunFailure, UserError
 from spec_train.evaluation.evaluate import render_suite
-from spec_train.evaluation.metrics import compare_lossless, summarise, vllm_counters
+from spec_train.evaluation.metrics import compare_lossless, summarise
 from spec_train.evaluation.turns import Suite, next_turn
 from spec_train.manifest import package_versions
 from spec_train.serving import contract
@@ -105,7 +106,8 @@ def evaluate_in_vllm(
             subject, local_folder(target).absolute(), prompts, sampling, num_draft_tokens=num_draft_tokens,
             concurrency=concurrency, max_new_tokens=max_new_tokens, dtype=dtype,
         )  # fmt: skip
-    return results
+    # As the user calls it, so that `advise` knows it for the target of the other results.
+    return [{**result, "target": target} for result in results]
 
 
 def check_subject(subject: str) -> None:
@@ -216,17 +218,11 @@ def check_sampling(sampling: Sampling, kind: str) -> None:
     silently do something else."""
     if sampling.min_p > 0:
         raise UserError("min_p: vLLM refuses it together with speculative decoding; leave it out with --backend vllm")
-    method = contract.CAPABILITIES.get(kind, contract.Capability(kind))
-    if sampling.draft_sample_method == "probabilistic" and method.method == "custom_class":
-        raise UserError(f"draft_sample_method probabilistic: {kind} drafts greedily in our vLLM plugin; give greedy")
-    if sampling.rejection_sample_method == "block":
-        # Runner V1 knows no block verification: it says nothing, judges token by token and drafts greedily.
-        if contract.is_cpu_build():
-            raise UserError("rejection_sample_method block: vLLM ignores it on a CPU (model runner V1); give standard")
-        if not any("V2" in runners for runners in method.runners.values()):
-            raise UserError(
-                f"rejection_sample_method block: vLLM runs {kind} on model runner V1, which ignores it; give standard"
-            )
+    problem = contract.sampling_problem(kind, sampling.draft_sample_method, sampling.rejection_sample_method)
+    if problem is not None:
+        raise UserError(problem)
+    if sampling.rejection_sample_method == "block" and contract.is_cpu_build():
+        raise UserError("rejection_sample_method block: vLLM ignores it on a CPU (model runner V1); give standard")
 
 
 def run_engines(
@@ -328,6 +324,7 @@ def trace_of(load: LoadRun, suite: Suite, num_draft_tokens: int) -> DecodeTrace:
             request.cycles.append(Cycle(step["drafts"], step["accepted"], kept, emitted))
             left -= emitted
         requests.append(request)
+    suite.name_conversations(requests)
     return DecodeTrace(requests, Timings(total=load.seconds), num_draft_tokens, load.concurrency)
 
 

@@ -100,7 +100,7 @@ def _eval_results(facts: Facts) -> list[Any]:
             metrics["speedup"] = (f"speed-up on {result['device']}", result["speed"]["speedup"])
         for kind, (name, value) in metrics.items():
             arguments: dict[str, Any] = {"num_draft_tokens": k, "temperature": temperature}
-            if kind == "mean_acceptance_length":
+            if kind == "mean_acceptance_length" and result["mean_acceptance_length_ci95"] is not None:
                 arguments["ci95"] = result["mean_acceptance_length_ci95"]
             found.append(
                 EvalResult(

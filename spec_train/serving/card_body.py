@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_train.assets import ASSET_PREFIX
 from spec_train.evaluation.metrics import explain_speed
-from spec_train.evaluation.report import CAPTION, result_markdown
+from spec_train.evaluation.report import CAPTION, length_cell, result_markdown
 from spec_train.recipe_file import dump_yaml
 from spec_train.serving.card_limits import limits
 from spec_train.serving.contract import CAPABILITIES, VERSIONS, serve_command
@@ -163,8 +163,10 @@ def _acceptance(facts: Facts) -> list[str]:
     if not facts.own_results:
         return ["Not measured."]
     lines = [
-        "τ is the mean acceptance length: tokens per round of K drafts, the one that the model adds included. 1 would "
-        "mean that no draft is ever accepted, K + 1 that all are. In brackets the 95% interval over prompts.",
+        "τ is the mean acceptance length: accepted drafts per round of K drafts, plus 1 for the token that the model "
+        "adds. 1 would mean that no draft is ever accepted, K + 1 that all are. In brackets the 95% interval over "
+        "conversations, (-) where there was only one. `tokens_per_drafted_round` of the JSON leaves out that token "
+        "where an answer ended before it.",
         _pivot(facts.own_results),
         _conditions(facts.own_results),
         "Every figure, beside the baselines on the same prompts:",
@@ -185,9 +187,7 @@ def _pivot(results: Sequence[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(draft_name(r) for r in sorted(results, key=lambda r: r["num_draft_tokens"])))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for result in results:
-        low, high = result["mean_acceptance_length_ci95"]
-        cell = f"{result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})"
-        rows.setdefault((result["suite"], setting_name(result)), {})[draft_name(result)] = cell
+        rows.setdefault((result["suite"], setting_name(result)), {})[draft_name(result)] = length_cell(result)
     lines = [_row(["suite", "temperature", *columns]), "|---|---|" + "---:|" * len(columns)]
     lines += [_row([*key, *(cells.get(name, "") for name in columns)]) for key, cells in rows.items()]
     return "\n".join(lines)
@@ -222,11 +222,10 @@ def _categories(facts: Facts) -> list[str]:
     """τ by category at the K of the command, for suites that have several."""
     k = facts.description["num_draft_tokens"]
     rows = [
-        [r["suite"], name, str(c["num_prompts"]), f"{c['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})"]
+        [r["suite"], name, str(c["num_prompts"]), length_cell(c)]
         for r in facts.own_results
         if r["num_draft_tokens"] == k and r["temperature"] == 0 and not r.get("tree") and len(r["by_category"]) > 1
         for name, c in r["by_category"].items()
-        for low, high in [c["mean_acceptance_length_ci95"]]
     ]
     if not rows:
         return []

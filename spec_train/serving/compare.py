@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spec_train.decoding.acceptance import acceptance_length, vllm_counters
 from spec_train.decoding.trace import DecodeTrace
 from spec_train.serving.processes import VllmRun
 
@@ -57,7 +58,6 @@ def compare(
     base: VllmRun,
     spec: VllmRun,
     trace: DecodeTrace | None,
-    num_draft_tokens: int,
     version: str,
     dtype: str = "float32",
 ) -> VllmReport:
@@ -75,7 +75,7 @@ def compare(
         cycles_equal=0,
         counters=spec.counters,
         expected_counters=None,
-        mean_acceptance_length=1 + spec.counters.get("num_accepted_tokens", 0) / drafts if drafts else 1.0,
+        mean_acceptance_length=acceptance_length(spec.counters.get("num_accepted_tokens", 0), drafts),
         seconds=base.seconds["generate"] + spec.seconds["generate"],
         dtype=dtype,
     )
@@ -87,7 +87,7 @@ def compare(
         ours = [request.output_ids for request in trace.requests]
         report.outputs_equal_ours = _compare_outputs(report, "ours", ours, spec.outputs, base.margins)
         _compare_cycles(report, spec, trace)
-        report.expected_counters = counters_of(trace, num_draft_tokens)
+        report.expected_counters = vllm_counters(trace)
         exact = report.cycles_equal == report.cycles and not report.near_ties
         counted = {name: report.counters.get(name) for name in report.expected_counters}
         if exact and counted != report.expected_counters:
@@ -108,17 +108,6 @@ def stop_problems(base: VllmRun, stop_ids: Sequence[int], dtype: str = "float32"
         if at is not None and not (at < len(margins) and margins[at] < TIE[dtype]):
             return [f"vLLM's answer {request} ends or reads otherwise where vLLM stops by itself, from token {at} on"]
     return []
-
-
-def counters_of(trace: DecodeTrace, num_draft_tokens: int) -> dict[str, Any]:
-    """vLLM's counters as our trace has them: accepted drafts that EOS or the limit cuts off afterwards included."""
-    cycles = [cycle for request in trace.requests for cycle in request.cycles if cycle.drafts]
-    return {
-        "num_drafts": len(cycles),
-        "num_draft_tokens": sum(len(cycle.drafts) for cycle in cycles),
-        "num_accepted_tokens": sum(cycle.accepted for cycle in cycles),
-        "num_accepted_tokens_per_pos": [sum(cycle.accepted > i for cycle in cycles) for i in range(num_draft_tokens)],
-    }
 
 
 def _compare_outputs(

@@ -99,6 +99,18 @@ def version_problem(kind: str, version: str) -> str | None:
     return None
 
 
+def sampling_problem(kind: str, draft_sample_method: str | None, rejection_sample_method: str | None) -> str | None:
+    """Why vLLM does not draft or judge so with the method `kind` (our name) at a temperature, although it says nothing;
+    None where it does. None for a setting: not known."""
+    capability = CAPABILITIES.get(kind, Capability(kind))
+    if draft_sample_method == "probabilistic" and capability.method == "custom_class":
+        return f"draft_sample_method probabilistic: {kind} drafts greedily in our vLLM plugin; give greedy"
+    if rejection_sample_method == "block" and not any("V2" in runners for runners in capability.runners.values()):
+        # Runner V1 knows no block verification: it says nothing, judges token by token and drafts greedily.
+        return f"rejection_sample_method block: vLLM runs {kind} on model runner V1, which ignores it; give standard"
+    return None
+
+
 # Families whose own classes in vLLM 0.32 and 0.33 do not give their states to EAGLE-3; its Transformers backend does.
 _WITHOUT_EAGLE3 = (
     *("gemma2", "gemma3", "gemma3_text", "opt", "gpt2", "gpt_neox", "phi", "olmo2", "olmo3", "smollm3", "stablelm"),

@@ -31,9 +31,10 @@ BASELINES = ("ngram", "suffix", "assisted", "plain")
 RESULT_KEYS = (
     *("target", "speculator", "type", "method", "suite", "backend", "device", "dtype", "num_draft_tokens"),
     *("temperature", "top_k", "top_p", "min_p", "draft_sample_method", "rejection_sample_method", "batch_size", "seed"),
-    *("num_prompts", "num_output_tokens", "num_spec_steps", "num_draft_tokens_total", "num_accepted_draft_tokens"),
-    *("mean_acceptance_length", "mean_acceptance_length_ci95", "tokens_per_step", "draft_acceptance_rate"),
-    *("acceptance_rate_per_position", "acceptance_rate_per_position_ci95", "conditional_acceptance_rate_per_position"),
+    *("num_prompts", "num_conversations", "num_output_tokens", "num_spec_steps", "num_draft_tokens_total"),
+    *("num_accepted_draft_tokens", "mean_acceptance_length", "mean_acceptance_length_ci95", "tokens_per_step"),
+    *("tokens_per_drafted_round", "draft_acceptance_rate", "acceptance_rate_per_position"),
+    *("acceptance_rate_per_position_ci95", "conditional_acceptance_rate_per_position"),
     *("vllm_counters", "lossless", "speed", "estimate", "by_category", "versions", "tree", "recall_top_k", "overlap"),
     "costs",
 )
@@ -201,7 +202,7 @@ def _read_results(
         public_result(result, target)
         for file in files
         for result in _rows(file)
-        if isinstance(result, dict) and result.get("mean_acceptance_length_ci95")  # a server tells no interval
+        if isinstance(result, dict) and "mean_acceptance_length_ci95" in result and result["backend"] != "server"
         if _belongs(result["type"], stored["type"])
     ]
     if not any(result["type"] == stored["type"] for result in found):

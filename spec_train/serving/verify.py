@@ -150,7 +150,7 @@ def verify_exports(
             )
             base = baseline or runs.pop(0)
             for (report, _), run in zip(speculations, runs, strict=True):
-                report.vllm = compare(base, run, expected_trace, num_draft_tokens, version, in_vllm)
+                report.vllm = compare(base, run, expected_trace, version, in_vllm)
                 report.vllm.problems += stop_problems(base, stop_ids, in_vllm)
                 report.vllm.stops_checked = len(base.own_stops["requests"]) if base.own_stops else None
     return reports

@@ -120,6 +120,15 @@ def start_contender(run: Run, target: TargetModel, num_draft_tokens: Sequence[in
     return speculator_contender(start, "as training found it", num_draft_tokens, kind)
 
 
+def write_chain_costs(target: TargetModel, contenders: Sequence[Contender], directory: Path) -> None:
+    """Measure and write the step costs of every chain. A tree has the name of its chain and other times, and advice is
+    on chains; assisted generation is no method of ours."""
+    for contender in contenders:
+        if contender.assistant is None and contender.tree is None:
+            costs = measure_costs(target, contender.proposer, deepest=max(contender.num_draft_tokens))
+            write_costs(directory, contender.kind, costs)
+
+
 def evaluate(run: Run, force: bool) -> None:
     """Make the stage where needed; finished results of an interrupted one are kept."""
     recipe = run.recipe
@@ -149,10 +158,8 @@ def evaluate(run: Run, force: bool) -> None:
                 )
                 results += [{**result, "overlap": seen} for result in found]
         write_results(stage.directory, results)
-        own = [contender for contender in contenders if contender.assistant is None]
-        for contender in own if recipe.eval.measure_costs else ():
-            costs = measure_costs(target, contender.proposer, deepest=max(contender.num_draft_tokens))
-            write_costs(stage.directory, contender.kind, costs)
+        if recipe.eval.measure_costs:
+            write_chain_costs(target, contenders, stage.directory)
         names = dict.fromkeys(result_name(result) for result in results)
         return {"results": list(names)}, {"results": len(results)}
 

@@ -20,17 +20,21 @@ With greedy drafts this is a walk, exactly the decoder's on the same text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spec_train.decoding.acceptance import acceptance_length
 from spec_train.speculators.base import ResponseHits
 
 BOOTSTRAP_RESAMPLES = 2000
 CHUNK = 256  # responses whose states are padded together
+
+Interval = list[float]
+"""[low, high], as JSON has it."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class AcceptanceCounts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / steps, as vLLM defines it; 1 where nothing was drafted."""
-        return 1.0 + self.accepted / self.steps if self.steps else 1.0
+        """See `acceptance_length`; 1 where nothing was drafted."""
+        return acceptance_length(self.accepted, self.steps)
 
 
 def expected_rounds(
@@ -99,30 +103,55 @@ def position_average(responses: Iterable[ResponseHits], num_draft_tokens: int) -
     return 1.0 + total / positions if positions else 1.0
 
 
-def ratio_interval(
-    part_R: npt.NDArray[np.number[Any]], whole_R: npt.NDArray[np.number[Any]], seed: int = 0
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """95% bootstrap bounds (low, high) of sum(part) / sum(whole) over R responses; columns of `part_R` [R, ...] are
-    judged on the same resamples. `whole_R` must not be all 0.
+def sums_of_clusters(
+    part_R: npt.NDArray[np.number[Any]], whole_R: npt.NDArray[np.number[Any]], clusters: Sequence[Hashable]
+) -> tuple[npt.NDArray[np.number[Any]], npt.NDArray[np.number[Any]]]:
+    """(part [C, ...], whole [C]): sums over the responses of each cluster, `clusters` [R] naming it, of those clusters
+    that have any of the whole."""
+    place = {cluster: c for c, cluster in enumerate(dict.fromkeys(clusters))}
+    place_R = np.array([place[cluster] for cluster in clusters], dtype=np.int64)
+    whole_C, part_C = np.zeros(len(place), whole_R.dtype), np.zeros((len(place), *part_R.shape[1:]), part_R.dtype)
+    np.add.at(whole_C, place_R, whole_R)
+    np.add.at(part_C, place_R, part_R)
+    return part_C[whole_C > 0], whole_C[whole_C > 0]
 
-    Rounds of one response resemble each other, so responses are drawn and not rounds. The seed is fixed: the same
-    counts give the same bounds.
+
+def ratio_interval(
+    part_C: npt.NDArray[np.number[Any]], whole_C: npt.NDArray[np.number[Any]], seed: int = 0
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+    """95% bootstrap bounds (low, high) of sum(part) / sum(whole) over C clusters of `sums_of_clusters`; columns of
+    `part_C` [C, ...] are judged on the same resamples. None for fewer than two clusters: one tells
+    nothing of how others would differ.
+
+    Rounds of one conversation resemble each other, so conversations are drawn and not rounds. The seed is fixed: the
+    same counts give the same bounds.
     """
-    picks = np.random.default_rng(seed).integers(0, len(whole_R), size=(BOOTSTRAP_RESAMPLES, len(whole_R)))
-    whole_S = whole_R[picks].sum(axis=1)
-    part_S = part_R[picks].sum(axis=1)[whole_S > 0]
-    ratios_S = part_S / whole_S[whole_S > 0].reshape(-1, *[1] * (part_S.ndim - 1))
+    if len(whole_C) < 2:
+        return None
+    picks = np.random.default_rng(seed).integers(0, len(whole_C), size=(BOOTSTRAP_RESAMPLES, len(whole_C)))
+    whole_S, part_S = whole_C[picks].sum(axis=1), part_C[picks].sum(axis=1)
+    ratios_S = part_S / whole_S.reshape(-1, *[1] * (part_S.ndim - 1))
     low, high = np.quantile(ratios_S, [0.025, 0.975], axis=0)
     return low, high
 
 
-def renewal_interval(responses: Sequence[ResponseHits], num_draft_tokens: int) -> tuple[float, float]:
-    """95% bootstrap interval of the renewal estimate over responses; (1, 1) where nothing was drafted."""
+def length_interval(
+    accepted_R: Sequence[float] | npt.NDArray[np.float64],
+    rounds_R: Sequence[float] | npt.NDArray[np.float64],
+    clusters: Sequence[Hashable],
+    seed: int = 0,
+) -> Interval | None:
+    """[low, high], the 95% bootstrap interval of the acceptance length over clusters of responses; None where
+    `ratio_interval` has none."""
+    bounds = ratio_interval(*sums_of_clusters(np.asarray(accepted_R), np.asarray(rounds_R), clusters), seed)
+    return None if bounds is None else [1 + float(bound) for bound in bounds]
+
+
+def renewal_interval(responses: Sequence[ResponseHits], num_draft_tokens: int) -> Interval | None:
+    """95% bootstrap interval of the renewal estimate, see `length_interval`. Responses of one `document_id` are a
+    cluster."""
     steps_R, survived_RK = expected_rounds(responses, num_draft_tokens)
-    if steps_R.sum() == 0:
-        return 1.0, 1.0
-    low, high = ratio_interval(survived_RK.sum(1), steps_R)
-    return 1 + float(low), 1 + float(high)
+    return length_interval(survived_RK.sum(1), steps_R, [response.document_id for response in responses])
 
 
 def independent_length(responses: Iterable[ResponseHits], num_draft_tokens: int) -> float:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from spec_train.batch import Batch
+from spec_train.decoding.acceptance import acceptance_length
 from spec_train.decoding.sampling import Sampling
 from spec_train.speculators.base import ResponseHits
 from spec_train.training.acceptance import position_sums, renewal_counts
@@ -73,7 +74,7 @@ def estimate_figures(sums: Tensor, depths: Sequence[int]) -> dict[str, float]:
     figures = {}
     for k, row in zip(depths, range(0, 4 * len(depths), 4), strict=True):
         accepted, steps, hits, positions = values[row : row + 4]
-        figures[f"renewal@{k}"] = 1.0 + accepted / max(steps, 1.0)
+        figures[f"renewal@{k}"] = acceptance_length(accepted, steps)
         figures[f"position_average@{k}"] = 1.0 + hits / max(positions, 1.0)
     rounds = values[4 * max(range(len(depths)), key=lambda i: depths[i]) + 1]
     survivors = [rounds, *values[4 * len(depths) :]]

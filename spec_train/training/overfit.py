@@ -16,6 +16,7 @@ from torch import Tensor
 from spec_train.batch import Batch
 from spec_train.data.batches import build_batch
 from spec_train.data.documents import Document
+from spec_train.decoding.acceptance import decoded_length
 from spec_train.decoding.engine import speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
@@ -86,8 +87,7 @@ def overfit(
         sampling=Sampling(),
         max_new_tokens=end - start,
     )
-    cycles = [cycle for request in trace.requests for cycle in request.cycles]
-    decoded = 1 + sum(cycle.accepted for cycle in cycles) / max(1, len(cycles))
+    decoded = decoded_length(trace.requests)
     suspect = None
     if decoded < goal:
         suspect = (

@@ -47,14 +47,18 @@ ELSEWHERE = {
     "pip install": "tests/integration/test_wheel.py",
     "pip uninstall": "changes this installation; the Makefile does it",
     "python -m venv old-pip": "needs the package index",
+    "for suite in": "suites out of the package index; tests/unit/test_tree_results.py has trees beside chains",
+    "python eval/make_tables.py trees": "the files of the command before; tests/unit/test_make_tables.py",
+    "python eval/check_advice.py runs/quickstart/export/plain --suite gsm8k humaneval": "the package index",
     "old-pip/bin/pip download": "needs the package index",
     "python -m spec_train": "tests/unit/test_cli.py starts the program so",
     "tensorboard --logdir": "serves until it is stopped; tests/integration/test_trackers.py reads what it would show",
 }
 # What is printed -> what is run in its place: the same with less of it.
 SMALLER = {
-    "--groups 10 --prompts 8": "--groups 1 --prompts 1 --rounds 1 --max-new-tokens 16",
+    "--groups 10 --deepest 5 --prompts 7": "--groups 1 --deepest 2 --prompts 1 --rounds 1",
     "--threads 2": "--threads 1 --prompts 2 --single-prompts 1 --rounds 1 --max-new-tokens 16",
+    "eval.suites=[held_out,maths.jsonl,json]": "eval.suites=[held_out,maths.jsonl]",
     "--max-prompts 20": "--max-prompts 3 --max-new-tokens 24",
     "--max-prompts 40": "--max-prompts 3 --max-new-tokens 24",
 }

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.evaluation.advice_input import read_methods
 from spec_train.evaluation.assisted import assistant_of, assisted_decode
 from spec_train.evaluation.evaluate import EvalSettings, assisted_contender, evaluate_suite, speculator_contender
-from spec_train.evaluation.metrics import vllm_counters
 from spec_train.evaluation.report import result_markdown
 from spec_train.evaluation.turns import Suite
 from spec_train.speculators.ngram import NgramProposer

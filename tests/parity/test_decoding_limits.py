@@ -9,10 +9,11 @@ import json
 import pytest
 import torch
 
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
-from spec_train.evaluation.metrics import compare_lossless, summarise, vllm_counters
+from spec_train.evaluation.metrics import compare_lossless, summarise
 from spec_train.speculators.base import Proposal, Proposer
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.speculators.ngram import NgramProposer

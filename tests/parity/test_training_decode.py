@@ -23,9 +23,11 @@ from spec_train.evaluation.validation_decode import ValidationDecode
 from spec_train.recipe import OptimSection, TrainSection
 from spec_train.speculators import load_speculator, speculator_class
 from spec_train.speculators.distillation import add_target_probs
+from spec_train.speculators.draft_lm import DraftLM, DraftLMOptions
 from spec_train.target import TargetModel
 from spec_train.training.checkpoint import latest_checkpoint
 from spec_train.training.figures import SampledAnswers
+from spec_train.training.overfit import overfit
 from spec_train.training.trainer import train
 from tests.tiny import tiny_model
 
@@ -50,6 +52,22 @@ def answers(target: TargetModel, sampling: Sampling) -> list[Document]:
         Document(r.id, r.prompt_ids + r.output_ids, [(len(r.prompt_ids), len(r.prompt_ids) + len(r.output_ids))])
         for r in requests
     ]
+
+
+def test_the_overfit_gate_counts_kept_drafts_alone(target: TargetModel) -> None:
+    """Drafts beyond the end of the one answer are not in its τ, as they are in no other: a draft that is the target has
+    the best one to the last token, whatever of its last round is cut off."""
+    layers = target.model.config.num_hidden_layers
+    draft = DraftLM.from_recipe(
+        DraftLMOptions(type="draft_lm", start_layers=layers), target, torch.arange(target.vocab_size), seed=0
+    )
+    prompt = [5, 12, 40]
+    (request,) = plain_decode(target, [prompt], sampling=Sampling(), max_new_tokens=23).requests
+    document = Document("one", prompt + request.output_ids, [(3, 3 + len(request.output_ids))])
+    result = overfit(target, document, draft, num_draft_tokens=3, steps=1)
+    rest = len(request.output_ids) - 1  # 22 tokens: five rounds of 4, and 2 drafts of a last one
+    assert (rest % 4, result.suspect) == (2, None)
+    assert result.decoded == result.best == result.estimate == 1 + (3 * (rest // 4) + 2) / (rest // 4 + 1)
 
 
 class Stop(Exception):

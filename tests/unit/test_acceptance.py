@@ -215,4 +215,7 @@ def test_interval_holds_the_estimate_and_closes_where_responses_agree() -> None:
     mixed = [ResponseHits(str(i), torch.full((6, 2), 0.5 * (i % 2), dtype=torch.float64)) for i in range(20)]
     low, high = renewal_interval(mixed, 2)
     assert low < renewal_counts(mixed, 2).mean_acceptance_length < high
-    assert renewal_interval([], 2) == (1.0, 1.0)
+    assert renewal_interval([], 2) is None
+    assert renewal_interval(mixed[:1], 2) is None
+    turns = [ResponseHits(str(i // 2), one.survival_MK) for i, one in enumerate(one for one in mixed for _ in range(2))]
+    assert renewal_interval(turns, 2) == renewal_interval(mixed, 2)

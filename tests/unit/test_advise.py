@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -210,6 +211,91 @@ def test_traces_beside_the_results_are_used(tmp_path: Path) -> None:
     adaptive = advise(methods, [1])["loads"][0]["adaptive"]
     # Knowing which rounds fail saves their drafts: 16.5 + 10 ms for five tokens instead of 2 * 16.5.
     assert adaptive["oracle_gain"] == pytest.approx(33 / 26.5 - 1)
+
+
+def test_trees_are_no_chains(tmp_path: Path) -> None:
+    """A chain of K = 4 with 1.77 tokens a round beside a tree of that depth with 2.93: the advice is on the chain."""
+    chain, tree = result(k=4, rates=[0.77, 0, 0, 0]), result(k=4, rates=[0.8] * 4, tree={"name": "tree-d4-k4-n16"})
+    folder = write(tmp_path, chain, costs=costs_json())
+    (folder / "gsm8k-eagle3-k4-t0-tree.json").write_text(json.dumps({**tree, "costs": costs_json(draft=0.0)}))
+    methods, notes = read_methods([folder])
+    assert tokens_per_round(methods[0], 4)[0] == pytest.approx(1.77)
+    assert notes == ["trees left out, vLLM serves chains only: eagle3 tree-d4-k4-n16"]
+    (folder / "gsm8k-eagle3-k4.json").unlink()
+    with pytest.raises(UserError, match="trees only"):
+        read_methods([folder])
+
+
+def sampled(drafts: str, judged: str, rate: float, kind: str = "eagle3") -> dict[str, Any]:
+    how = {"temperature": 0.7, "draft_sample_method": drafts, "rejection_sample_method": judged}
+    return result(kind, rates=[rate] * 3, costs=costs_json(), **how)
+
+
+def test_a_way_of_drafting_and_judging_is_a_method_of_its_own(tmp_path: Path) -> None:
+    rows = [
+        sampled("greedy", "standard", 0.5),
+        sampled("probabilistic", "standard", 0.6),
+        sampled("probabilistic", "block", 0.7),
+        sampled("probabilistic", "block", 0.9, "peagle"),  # vLLM runs it on V1, which knows no block verification
+        sampled("probabilistic", "standard", 0.9, "mlp"),  # our plugin drafts greedily
+    ]
+    (tmp_path / "all.json").write_text(json.dumps(rows))
+    methods, notes = read_methods([tmp_path])
+    found = {m.name: tokens_per_round(m, 3)[0] for m in methods}
+    assert found == {
+        "eagle3": pytest.approx(1 + 0.5 + 0.25 + 0.125),
+        "eagle3, probabilistic drafts": pytest.approx(1 + 0.6 + 0.36 + 0.216),
+        "eagle3, probabilistic drafts, block rejection": pytest.approx(1 + 0.7 + 0.49 + 0.343),
+    }
+    assert [note.split(" left out")[0] for note in notes] == [
+        "peagle, probabilistic drafts, block rejection",
+        "mlp, probabilistic drafts",
+    ]
+    advice = advise(methods, [1])
+    assert (advice["loads"][0]["type"], advice["method"]) == ("eagle3", methods[2].name)
+    for method, drafts, judged in zip(
+        methods, ["greedy", "probabilistic", "probabilistic"], ["standard", "standard", "block"], strict=True
+    ):
+        served = vllm_config(method, {**advice, "loads": [{"method": method.name, "num_draft_tokens": 3}]})
+        assert served is not None
+        settings = served["speculative_config"]
+        assert (settings["draft_sample_method"], settings["rejection_sample_method"]) == (drafts, judged)
+
+
+def test_vllm_knows_how_drafts_are_picked_and_judged(tmp_path: Path) -> None:
+    speculative = pytest.importorskip("vllm.config.speculative")
+    known = {field.name: field.type for field in dataclasses.fields(speculative.SpeculativeConfig)}
+    for name, values in {
+        "draft_sample_method": speculative.DraftSampleMethod,
+        "rejection_sample_method": speculative.RejectionSampleMethod,
+    }.items():
+        assert name in known
+        assert {"greedy", "probabilistic"} <= set(get_args(values)) or {"standard", "block"} <= set(get_args(values))
+
+
+def test_two_speculators_of_a_type_are_not_pooled(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", result()), write(tmp_path / "b", result(rates=[0.5] * 3))
+    with pytest.raises(UserError, match=r"two results of eagle3 with K=3 on gsm8k, .*a/.* and .*b/"):
+        read_methods([a, b])
+    again = write(tmp_path / "c", result(costs=costs_json()))  # the same one in two files
+    methods, _ = read_methods([a, again])
+    assert [len(m.evaluated[3].results) for m in methods] == [1]
+
+
+def test_the_interval_is_a_95_percent_one_over_conversations() -> None:
+    """Rounds of one or four tokens by fair coins, 400 conversations: their mean has a standard error of 1.5 / 20."""
+    hits = [3 * (i % 2) for i in range(400)]
+    chains = [Chain(str(i), (hit,), (3,), 3, False, hit + 2) for i, hit in enumerate(hits)]
+    method = Method("x", {3: Evaluated(3, [], chains)}, Costs.of(costs_json(row=0, draft=0)))
+    best = candidates_at(method, 1)[2]
+    assert best.interval is not None
+    width = 2 * 1.96 * 1.5 / 20 * 10 / 10.5  # tokens a round, times a plain step over a round
+    assert best.interval[1] - best.interval[0] == pytest.approx(width, rel=0.1)
+    turns = [dataclasses.replace(chain, conversation=chain.id) for chain in chains for _ in range(2)]
+    both = candidates_at(dataclasses.replace(method, evaluated={3: Evaluated(3, [], turns)}), 1)[2]
+    assert both.interval == pytest.approx(best.interval)
+    one = candidates_at(dataclasses.replace(method, evaluated={3: Evaluated(3, [], turns[:2])}), 1)[2]
+    assert one.interval is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,11 @@ def sampled_sides(folder: Path, rates: dict[str, float], prompts: int = 20, samp
     return journal
 
 
+def test_a_single_continuation_has_no_interval() -> None:
+    with pytest.raises(UserError, match="--samples 1"):
+        replace(PLAN, samples=1)
+
+
 def test_equal_sides_agree_and_others_do_not(tmp_path: Path) -> None:
     result = compare_sides(sampled_sides(tmp_path, {"estimate": 0.4, "decode": 0.4, "vllm": 0.43}), 20)
     assert [pair["agree"] for pair in result["pairs"]] == [True, False, False]
@@ -39,8 +45,14 @@ def test_equal_sides_agree_and_others_do_not(tmp_path: Path) -> None:
     assert side["ci95"][0] < side["tau"] < side["ci95"][1]
     assert side["tau"] == 1 + side["kept"] / side["rounds"]
     # The prompts are the same for all: how much they differ is not in the interval.
-    noise = 2 * 1.96 * (2 * 0.4 * 0.6 / side["rounds"]) ** 0.5
-    assert side["ci95"][1] - side["ci95"][0] == pytest.approx(noise, rel=0.3)
+    variance = 0.0
+    for prompt in range(20):
+        own = 0.4 * (0.5 + prompt / 20)  # kept ~ Binomial(2 rounds, own), rounds uniform on 8..13
+        variance += 50 * (2 * 10.5 * own * (1 - own) + (2 * own + 1 - side["tau"]) ** 2 * 35 / 12)
+    width = 2 * 1.96 * variance**0.5 / side["rounds"]
+    assert side["ci95"][1] - side["ci95"][0] == pytest.approx(width, rel=0.08)  # a 90% interval is 16% narrower
+    apart = result["pairs"][0]["ci95"]
+    assert apart[1] - apart[0] == pytest.approx(2**0.5 * width, rel=0.08)
     assert "NOT all pairs agree" in agreement_table(result)
 
 

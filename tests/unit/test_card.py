@@ -166,3 +166,19 @@ def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Pat
     ]
     for content in (content for content in files.values() if isinstance(content, bytes)):
         assert b"asker" not in content and b"/somewhere" not in content
+
+
+def test_a_single_conversation_is_published_without_an_interval(tmp_path: Path) -> None:
+    """Its figures are shown, with "(-)" for the interval that it has not; a server's sums are not published."""
+    whole = result("mlp", 3, 2)
+    one = next(iter(whole["by_category"].values()))
+    alone = {**whole, "mean_acceptance_length_ci95": None, "suite": "alone"}
+    alone["by_category"] = {name: {**one, "mean_acceptance_length_ci95": None} for name in ("a", "c")}
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "alone.json").write_text(json.dumps(alone))
+    (results / "served.json").write_text(json.dumps({**alone, "backend": "server", "suite": "served"}))
+    card, _ = card_of(exported("mlp", tmp_path), results=results)
+    assert card.count("3.00 (-)") == 4 and "| served |" not in card  # by K, every figure, two categories
+    shown = {found.metric_type: found for found in ModelCard(card).data.eval_results}
+    assert "ci95" not in shown["mean_acceptance_length"].metric_args

@@ -1,19 +1,21 @@
 """Metrics on rounds worked by hand: what is counted, what is cut, and what vLLM would count."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from spec_train.decoding.acceptance import decoded_length, vllm_counters
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.evaluation.metrics import (
     acceptance_interval,
     compare_lossless,
     explain_speed,
+    position_intervals,
     speed_summary,
     summarise,
     tokens_per_step,
-    vllm_counters,
 )
 
 
@@ -104,7 +106,7 @@ def test_rounds_without_a_draft_are_steps_but_no_speculative_steps():
 def test_no_round_at_all():
     result = summary(request(output=[3]), request(cycle(0, 0), name="b"))
     assert (result["num_spec_steps"], result["mean_acceptance_length"]) == (0, 1.0)
-    assert result["mean_acceptance_length_ci95"] == [1.0, 1.0]
+    assert (result["mean_acceptance_length_ci95"], result["acceptance_rate_per_position_ci95"]) == (None, None)
     assert result["draft_acceptance_rate"] == 0.0
     assert result["acceptance_rate_per_position"] == [0.0] * 4
     assert tokens_per_step([]) == 1.0
@@ -118,13 +120,69 @@ def test_sums_over_sums_and_not_means_of_means():
 def test_interval_is_reproducible_covers_and_shrinks():
     varied = [request(*[cycle(4, i % 5)] * (1 + i % 3), name=str(i)) for i in range(20)]
     low, high = acceptance_interval(varied)
-    assert (low, high) == acceptance_interval(varied)
+    assert [low, high] == acceptance_interval(varied)
     assert low < summary(*varied)["mean_acceptance_length"] < high
     wide = high - low
     low, high = acceptance_interval(varied * 9)
     assert 0.2 * wide < high - low < 0.5 * wide  # a third, as the square root says
     same = acceptance_interval([request(cycle(4, 2), name=str(i)) for i in range(5)])
-    assert same == (3.0, 3.0)
+    assert same == [3.0, 3.0]
+
+
+def coins(count, rounds=1, **named):
+    """Requests of which every other one accepts all four drafts of each round, the rest none: their means are a fair
+    coin's, with a standard deviation of 2 drafts a request."""
+    return [request(*[cycle(4, 4 * (i % 2))] * rounds, name=str(i), **named) for i in range(count)]
+
+
+@pytest.mark.parametrize("rounds", [1, 25])
+def test_the_interval_is_a_95_percent_one_over_prompts(rounds):
+    """400 fair coins: 1.96 standard errors of 2 / 20 drafts on either side, however many equal rounds a prompt has."""
+    low, high = acceptance_interval(coins(400, rounds))
+    assert (high - low) / 2 == pytest.approx(1.96 * 0.1, rel=0.08)
+    assert (high + low) / 2 == pytest.approx(3.0, abs=0.02)
+    first, *_ = position_intervals(coins(400, rounds), 4)
+    assert (first[1] - first[0]) / 2 == pytest.approx(1.96 * 0.025, rel=0.08)
+
+
+def test_turns_of_a_conversation_are_one_cluster():
+    """Two turns that resemble each other tell no more than one: twice the prompts, the same interval."""
+    alone = coins(100)
+    turns = [replace(one, id=f"{one.id}/{turn}", conversation=one.id) for one in alone for turn in (1, 2)]
+    assert acceptance_interval(turns) == acceptance_interval(alone)
+    assert position_intervals(turns, 4) == position_intervals(alone, 4)
+    result = summary(*turns)
+    assert (result["num_prompts"], result["num_conversations"]) == (200, 100)
+    unmarked = acceptance_interval([replace(one, conversation="") for one in turns])
+    assert unmarked[1] - unmarked[0] < 0.8 * (acceptance_interval(turns)[1] - acceptance_interval(turns)[0])
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [request(cycle(4, 2), cycle(4, 0))],
+        [request(cycle(4, 2)), request(cycle(4, 1), name="b", output=[1]), request(cycle(0, 0), name="c")][::2],
+        [RequestTrace(f"q/{i}", [1], [0], [cycle(4, i)], conversation="q") for i in (1, 2)],
+    ],
+    ids=["one prompt", "one that drafted", "two turns"],
+)
+def test_one_conversation_has_no_interval(requests):
+    assert (acceptance_interval(requests), position_intervals(requests, 4)) == (None, None)
+    result = summary(*[replace(one, category="math") for one in requests], request(cycle(4, 4), name="z"))
+    assert result["by_category"]["math"]["mean_acceptance_length_ci95"] is None
+    assert result["mean_acceptance_length_ci95"] is not None
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_short_answers_receive_less_than_the_acceptance_length():
+    """Three answers that end with an EOS among the drafts: vLLM's count has a token more for each than users got."""
+    short = [request(cycle(3, 0), cycle(3, 3, kept=2, emitted=2), name=str(i)) for i in range(3)]
+    result = summary(*short, k=3)
+    assert result["mean_acceptance_length"] == 1 + 2 / 2
+    assert result["tokens_per_drafted_round"] == result["tokens_per_step"] == (1 + 2) / 2
+    assert decoded_length(short) == 2.0
+    undrafted = summary(request(cycle(0, 0), cycle(3, 3)), k=3)  # plain steps are in tokens_per_step alone
+    assert (undrafted["tokens_per_drafted_round"], undrafted["tokens_per_step"]) == (4.0, 2.5)
 
 
 def test_categories_and_the_fixed_fields():

@@ -45,7 +45,7 @@ def test_markdown_holds_every_figure_under_its_heading():
         "K": "3",
         "T": "0",
         "tokens/pass": "2.00",
-        "τ of drafted rounds (95%)": "2.00 (2.00-2.00)",
+        "τ of drafted rounds (95%)": "2.00 (-)",
         "accepted by position": "0.50 0.50 0.00",
         "estimate": "2.12",
         "lossless": "6/7",

@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_train.evaluation.metrics import tokens_per_step
-from spec_train.evaluation.speed import PAIRS, bench_decoding, bench_table
+from spec_train.evaluation.speed import PAIRS, bench_decoding, bench_linears, bench_table, linears_table
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
 from tests.tiny import tiny_model
@@ -32,3 +32,13 @@ def test_without_an_assistant_that_row_is_left_out(tmp_path):
     target = TargetModel.load(str(tiny_model("llama", tmp_path, num_hidden_layers=2)))
     result = bench_decoding(target, NgramProposer(1, 3), None, PROMPTS, num_draft_tokens=2, max_new_tokens=4, rounds=1)
     assert "assisted" not in result["tokens_per_second"] and "assisted" not in bench_table(result)
+
+
+def test_linear_layers_are_timed_by_rows(tmp_path):
+    target = TargetModel.load(str(tiny_model("llama", tmp_path, num_hidden_layers=2)))
+    result = bench_linears(target, [1, 4], rounds=2)
+    first, second = result["linears"]
+    weights = sum(m.weight.numel() for m in target.model.modules() if isinstance(m, torch.nn.Linear))
+    assert [first["rows"], second["rows"]] == [1, 4]
+    assert second["gflops"] * second["ms"] * 1e6 == 2 * 4 * weights
+    assert second["plain_ms"] > 0 and linears_table(result).count("\n") == 4

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.engine import speculative_decode
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.evaluation.evaluate import EvalSettings, Suite, evaluate_suite, ngram_contender
-from spec_train.evaluation.metrics import vllm_counters
 from spec_train.evaluation.traces import partial_path, read_trace, resumable_decode, trace_path, write_trace
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel

@@ -17,6 +17,7 @@ from spec_train.recipe import EvalSection
 from spec_train.speculators.draft_lm import DraftLM
 from spec_train.speculators.draft_start import DraftLMOptions
 from spec_train.speculators.medusa import Medusa, MedusaOptions
+from spec_train.stages.evaluate import write_chain_costs
 from spec_train.target import TargetModel
 from tests.tiny import tiny_model
 
@@ -75,6 +76,17 @@ def test_trees_are_reported_beside_the_chain(target, draft, tmp_path):
     assert "| 3 tree-d3-k3-n9 |" in table and "| 3 tree-s2-4-4 |" in table
     again = evaluate_suite(target, contenders, suite, settings, target_name="tiny", directory=tmp_path)
     assert json.dumps(again) == json.dumps(results)
+
+
+def test_costs_are_the_chain_s_whatever_trees_stand_beside_it(target, draft, tmp_path):
+    contenders = [
+        speculator_contender(draft, "draft", [4]),
+        *tree_contenders(target, draft, "d", [static_tree([2, 1])]),
+    ]
+    write_chain_costs(target, contenders, tmp_path)
+    (file,) = tmp_path.glob("costs-*.json")
+    costs = json.loads(file.read_text())
+    assert (costs["type"], max(point["num_draft_tokens"] for point in costs["draft"])) == ("draft_lm", 4)
 
 
 def static_pairs():

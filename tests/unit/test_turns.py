@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from spec_train.decoding.sampling import Sampling
-from spec_train.evaluation.evaluate import EvalSettings, decode_reference, evaluate_suite, ngram_contender, render_suite
+from spec_train.evaluation.evaluate import (
+    EvalSettings,
+    decode_reference,
+    estimator_of,
+    evaluate_suite,
+    ngram_contender,
+    render_suite,
+    speculator_contender,
+)
+from spec_train.evaluation.traces import read_trace
 from spec_train.evaluation.turns import next_turn
+from spec_train.speculators.draft_lm import DraftLM, DraftLMOptions
 from spec_train.target import TargetModel
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -60,6 +72,26 @@ def test_every_turn_is_drafted_for(suite_file: str, target: TargetModel, tmp_pat
     )
     assert result["lossless"] == {**result["lossless"], "identical": 6, "checked": 6}
     assert not list((tmp_path / "out" / "traces").glob(".*"))
+    assert (result["num_prompts"], result["num_conversations"]) == (6, 3)
+    (trace,) = (tmp_path / "out" / "traces").glob("*ngram*")
+    assert [(r.id, r.conversation) for r in read_trace(trace)] == [
+        ("a/1", "a"), ("b", "b"), ("c/1", "c"), ("a/2", "a"), ("c/2", "c"), ("a/3", "a"),
+    ]  # fmt: skip
+    older = [json.dumps({**json.loads(line), "conversation": None}) for line in trace.read_text().splitlines()]
+    trace.write_text("\n".join(re.sub(r'"conversation": null, ', "", line) for line in older))
+    assert [r.conversation for r in read_trace(trace)] == [""] * 6  # written before conversations were kept
+
+
+def test_an_estimate_draws_conversations_too(suite_file: str, target: TargetModel) -> None:
+    """A conversation alone has an estimate and no interval, however many turns it has."""
+    reference = decode_reference(target, render_suite(suite_file, tiny_tokenizer(), {}).first(1), SETTINGS)
+    assert [r.conversation for r in reference.trace.requests] == ["a", "a", "a"]
+    head = DraftLM.from_recipe(
+        DraftLMOptions(type="draft_lm", start_layers=1), target, torch.arange(target.vocab_size), seed=0
+    )
+    for contender in (speculator_contender(head, "draft", [3]), ngram_contender(1, 2, [3])):
+        estimate = estimator_of(target, contender, reference, SETTINGS)(3)
+        assert estimate["renewal"] >= 1 and estimate["renewal_ci95"] is None
 
 
 def test_first_prompts_bring_their_later_turns(suite_file: str, target: TargetModel) -> None:

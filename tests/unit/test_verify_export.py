@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.errors import UserError
 from spec_train.serving import eagle3_contract
-from spec_train.serving.compare import VllmReport, compare, counters_of, first_difference, stop_problems
+from spec_train.serving.compare import VllmReport, compare, first_difference, stop_problems
 from spec_train.serving.contract import engine_problem, installed_vllm, is_cpu_build
 from spec_train.serving.eagle3_contract import EAGLE3_FLAGS
 from spec_train.serving.export import export, read_export
@@ -215,11 +216,11 @@ def runs(ours: DecodeTrace) -> tuple[VllmRun, VllmRun]:
     steps = [[{"drafts": c.drafts, "accepted": c.accepted} for c in request.cycles] for request in ours.requests]
     seconds = {"load": 1.0, "generate": 1.0}
     base = VllmRun(outputs, [[1.0] * len(o) for o in outputs], [[], []], {}, seconds)
-    return base, VllmRun(copy.deepcopy(outputs), [[], []], copy.deepcopy(steps), counters_of(ours, 2), seconds)
+    return base, VllmRun(copy.deepcopy(outputs), [[], []], copy.deepcopy(steps), vllm_counters(ours), seconds)
 
 
 def judged(base: VllmRun, spec: VllmRun) -> VllmReport:
-    return compare(base, spec, trace(), 2, "0.0")
+    return compare(base, spec, trace(), "0.0")
 
 
 def test_equal_runs_are_equal() -> None:
@@ -274,10 +275,10 @@ def test_bfloat16_has_wider_ties() -> None:
     base, spec = runs(trace())
     spec.outputs[0][3], base.margins[0][3] = 50, 0.2
     assert len(judged(base, spec).problems) == 2
-    assert compare(base, spec, trace(), 2, "0.0", "bfloat16").problems == []
+    assert compare(base, spec, trace(), "0.0", "bfloat16").problems == []
     base, spec = runs(trace())
     spec.steps[1][1]["drafts"] = [7, 9]
-    assert "1 of 5 cycles" in compare(base, spec, trace(), 2, "0.0", "bfloat16").problems[0]
+    assert "1 of 5 cycles" in compare(base, spec, trace(), "0.0", "bfloat16").problems[0]
 
 
 def test_linear_attention_is_compared_in_bfloat16_and_only_where_vllm_loads_it(

@@ -12,13 +12,13 @@ import torch
 
 from spec_train.batch import FeatureSpec
 from spec_train.data.chat import load_tokenizer
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.engine import speculative_decode
 from spec_train.decoding.sampling import Sampling, target_probs
 from spec_train.errors import UserError
 from spec_train.evaluation.agreement import Journal, Plan, compare_sides, measure_here, measure_in_vllm
 from spec_train.evaluation.evaluate import EvalSettings, Suite, decode_reference, render_suite
 from spec_train.evaluation.load_report import load_table
-from spec_train.evaluation.metrics import vllm_counters
 from spec_train.evaluation.vllm_backend import check_sampling, check_subject, evaluate_prompts, run_engines
 from spec_train.serving.contract import is_cpu_build
 from spec_train.serving.export import export

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spec_train.decoding.acceptance import vllm_counters
 from spec_train.decoding.engine import speculative_decode
 from spec_train.decoding.sampling import Sampling
-from spec_train.evaluation.metrics import vllm_counters
 from spec_train.serving.processes import run_vllm
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.stop_ids import stop_token_ids
