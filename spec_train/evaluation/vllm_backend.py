@@ -38,6 +38,7 @@ from spec_train.serving.verify import (
     stop_token_ids,
 )
 from spec_train.speculators import recorded_prompt
+from spec_train.speculators.head_files import weights_sha256
 
 EVAL_WORKER = "spec_train.serving.vllm_eval_worker"
 NGRAM_WINDOW = (2, 4)  # that of our own `eval ngram`
@@ -97,6 +98,7 @@ def evaluate_in_vllm(
     """
     check_subject(subject)
     prompts = render_suite(suite, load_tokenizer(target), recorded_prompt(Path(subject))).first(max_prompts)
+    weights = None if subject in BASELINES else weights_sha256(Path(subject))
     results = []
     for value in temperature:
         sampling = Sampling(temperature=value, **sampling_options)
@@ -104,7 +106,7 @@ def evaluate_in_vllm(
             subject, local_folder(target).absolute(), prompts, sampling, num_draft_tokens=num_draft_tokens,
             concurrency=concurrency, max_new_tokens=max_new_tokens, dtype=dtype,
         )  # fmt: skip
-    return results
+    return [{**result, "weights_sha256": weights} for result in results]
 
 
 def check_subject(subject: str) -> None:

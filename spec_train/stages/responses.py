@@ -10,26 +10,20 @@ from typing import Any
 from spec_train.data.documents import Document, write_documents
 from spec_train.data.prompts import SPLITS, Conversation, check_drops, read_conversations
 from spec_train.errors import UserError
-from spec_train.manifest import Stage
+from spec_train.manifest import Stage, file_digests
 from spec_train.run import Run
 from spec_train.stages.common import make_stage
 from spec_train.stages.features import store_header, stored_spec
+from spec_train.stages.inputs import responses_inputs
 
 
 def responses(run: Run, force: bool) -> None:
-    """Make the stage where needed."""
+    """Make the stage where needed. Later stages depend on its files of documents and on the states captured with them."""
     recipe = run.recipe
-    inputs = {
-        "prompts": run.made_from("prompts"),
-        "target": run.target_identity,
-        "responses": recipe.responses.model_dump(mode="json", exclude={"batch_size"}),
-        "target_dtype": recipe.responses.dtype or recipe.target.dtype,
-        "max_length": recipe.data.max_length,
-        "last_turn_only": recipe.data.last_turn_only,
-        "seed": recipe.run.seed,
-    }
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        from spec_train.data.features import store_digest
+
         make = _generate if recipe.responses.mode == "regenerate" else render_kept
         counts: dict[str, Any] = {}
         dropped: Counter[str] = Counter()
@@ -40,14 +34,21 @@ def responses(run: Run, force: bool) -> None:
             dropped += lost
             counts[split] = len(documents)
             counts[f"{split}_response_tokens"] = sum(document.num_response_tokens for document in documents)
+            if split == "train" and documents and not any(document.can_be_drafted for document in documents):
+                raise UserError(
+                    "responses: no answer is longer than one token, and drafts begin at an answer's second: nothing to "
+                    "train on; look at responses.max_new_tokens, data.max_length and the data"
+                )
         check_drops(counts["train"], dropped, recipe.data.max_drop_rate, "responses")
         if counts["train_response_tokens"] == 0:
             raise UserError(
                 "responses: no supervised token is left to train on; look at data.max_length and the template"
             )
-        return {}, {**counts, "dropped": dict(dropped)}
+        captured = {path.name: store_digest(path) for path in sorted(stage.directory.glob("captured-*"))}
+        made = {**file_digests(stage.directory.glob("*.jsonl")), **captured}
+        return {}, {**counts, "dropped": dict(dropped)}, made
 
-    make_stage(run, "responses", inputs, force, work)
+    make_stage(run, "responses", responses_inputs, force, work)
 
 
 def _generate(run: Run, conversations: list[Conversation], parts: Path) -> tuple[list[Document], Counter[str]]:

@@ -172,7 +172,7 @@ def test_captured_states_equal_a_pass_over_the_text(finished: Path) -> None:
     for document in documents_of(run, "train")[:5]:
         ids = torch.tensor([document.input_ids])
         states = target.features(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids), spec)
-        stored = reader.read(document.id)
+        stored = reader.read(document.id, document.input_ids)
         assert stored.aux_hidden is not None and stored.last_hidden is not None and stored.target_lse is not None
         assert states.aux_hidden is not None and states.last_hidden is not None
         assert torch.allclose(stored.aux_hidden, states.aux_hidden[0, :-1], atol=1e-4)
