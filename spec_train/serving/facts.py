@@ -193,20 +193,22 @@ def _read_results(
         return [], ["the acceptance: no finished evaluation lies beside the export (spec-train eval, or --results)"]
     else:
         files = [run / "eval" / name for name in read_manifest(run / "eval")["outputs"]["results"]]
+    measured = [
+        (file, result)
+        for file in files
+        for result in _rows(file)
+        if isinstance(result, dict) and result.get("mean_acceptance_length_ci95")  # a server tells no interval
+        if _belongs(result["type"], stored["type"])
+    ]
+    own = [(file, result) for file, result in measured if result["type"] in (stored["type"], "assisted")]
+    older = next((file for file, result in own if result.get("weights_sha256") is None), None)
+    if older is not None and folder is None:
+        return [], [
+            f"the acceptance: {older} does not say of which weights it is (an older spec-train); evaluate again"
+        ]
+    _refuse_other_weights(own, export_dir, stored)
     target = Path(public_description(stored, stored["target_id"])["target_id"]).name
-    found = []
-    for file in files:
-        for result in _rows(file):
-            if not isinstance(result, dict) or not result.get("mean_acceptance_length_ci95"):
-                continue  # a server tells no interval
-            if not _belongs(result["type"], stored["type"]):
-                continue
-            if result["type"] in (stored["type"], "assisted"):
-                if result.get("weights_sha256") is None and folder is None:
-                    older = "was made by an older spec-train, which did not say of which weights; evaluate again"
-                    return [], [f"the acceptance: {file} {older}"]
-                _refuse_other_weights(file, result, export_dir, stored)
-            found.append(public_result(result, target))
+    found = [public_result(result, target) for _, result in measured]
     if not any(result["type"] == stored["type"] for result in found):
         return [], [f"the acceptance: {folder} holds no evaluation result of type {stored['type']}"]
     found.sort(
@@ -215,24 +217,27 @@ def _read_results(
     return found, []
 
 
-def _refuse_other_weights(file: Path, result: dict[str, Any], export_dir: Path, stored: dict[str, Any]) -> None:
+def _refuse_other_weights(own: Sequence[tuple[Path, dict[str, Any]]], export_dir: Path, stored: dict[str, Any]) -> None:
     """Raise UserError where a result is not of the weights that the export holds: those of the checkpoint that it was
     written from, or its own files, or those of its other formats."""
-    measured, origin = result.get("weights_sha256"), stored["provenance"].get("weights_sha256")
-    if measured is not None and measured in (origin, weights_sha256(export_dir)):
-        return
-    for other in export_dir.absolute().parent.iterdir() if measured is not None and origin is not None else ():
-        same = is_export(other) and read_export(other)["provenance"].get("weights_sha256") == origin
-        if same and measured == weights_sha256(other):
-            return
+    origin = stored["provenance"].get("weights_sha256")
+    known = {origin} - {None}
+    if any(result.get("weights_sha256") not in known for _, result in own):
+        known.add(weights_sha256(export_dir))
+        for other in export_dir.absolute().parent.iterdir() if origin is not None else ():
+            if is_export(other) and read_export(other)["provenance"].get("weights_sha256") == origin:
+                known.add(weights_sha256(other))
     trained = export_dir.absolute().parent.parent / "train"
     newest = read_manifest(trained)["outputs"].get("weights_sha256") if (trained / MANIFEST).is_file() else None
-    stale = "export" if newest is not None and measured == newest else "eval"
-    raise UserError(
-        f"{file}: its figures are not of the weights in {export_dir}"
-        f"{'' if measured is not None else ', or do not say of which'}; "
-        f"`spec-train run RECIPE --force {stale}` makes both agree, or give results of this export (--results)"
-    )
+    for file, result in own:
+        measured = result.get("weights_sha256")
+        if measured not in known:
+            stale = "export" if measured is not None and measured == newest else "eval"
+            raise UserError(
+                f"{file}: its figures are not of the weights in {export_dir}"
+                f"{'' if measured is not None else ', or do not say of which'}; "
+                f"`spec-train run RECIPE --force {stale}` makes both agree, or give results of this export (--results)"
+            )
 
 
 def _rows(file: Path) -> list[Any]:

@@ -42,7 +42,8 @@ from spec_train.target import TargetModel
 
 def best_checkpoint(run: Run) -> Path:
     """The checkpoint that training chose."""
-    return Path(read_manifest(run.directory / "train")["outputs"]["best_checkpoint"])
+    name = Path(read_manifest(run.directory / "train")["outputs"]["best_checkpoint"]).name
+    return run.directory / "train" / "checkpoints" / name  # a run may have been moved
 
 
 def suite_of(run: Run, name: str) -> Suite:

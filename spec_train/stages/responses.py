@@ -18,7 +18,7 @@ from spec_train.stages.inputs import responses_inputs
 
 
 def responses(run: Run, force: bool) -> None:
-    """Make the stage where needed. Later stages depend on its files of documents and on the states captured with them."""
+    """Make the stage where needed. Later stages depend on its documents and on the states captured with them."""
     recipe = run.recipe
 
     def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

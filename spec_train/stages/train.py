@@ -104,7 +104,7 @@ def tracked_config(run: Run, stage: Stage) -> dict[str, Any]:
     for name in DATA_STAGES:
         if is_finished(run.stage_directory(name)):  # online features leave none
             manifest = read_manifest(run.stage_directory(name))
-            shown = ("inputs_sha256", "counts", "versions", "git_revision", "finished_at")
+            shown = ("inputs_sha256", "outputs_sha256", "counts", "versions", "git_revision", "finished_at")
             manifests[name] = {key: manifest[key] for key in shown}
     return {"name": run.recipe.run.name, "recipe": recipe, "target": run.target_identity, "manifests": manifests}
 
