@@ -160,6 +160,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def made_otherwise(run: Path, stage: str, earlier: str) -> bool:
+    """Whether a finished stage of a run was made from something else than what an earlier one holds now. False where
+    one of them is not finished, or was made by a version that kept no record of it."""
+    if not all((run / name / MANIFEST).is_file() for name in (stage, earlier)):
+        return False
+    made = read_manifest(run / earlier).get("outputs_sha256")
+    return made is not None and read_manifest(run / stage)["inputs"].get(earlier) != made
+
+
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Hold a run directory alone. One process a run takes it: the main process under a launcher. The kernel releases

@@ -18,7 +18,7 @@ from typing import Any
 
 from spec_train.data.prompts import read_conversations
 from spec_train.evaluation.turns import Suite, last_user_message
-from spec_train.manifest import read_manifest
+from spec_train.manifest import made_otherwise
 
 SHINGLE_WORDS = 8
 NEAR = 0.5  # of a prompt's shingles in one training prompt
@@ -81,17 +81,10 @@ def prompts_stage_of(checkpoint: Path) -> Path:
     none (its prompts were shared by run.data_dir, or it was moved), or was made anew since."""
     runs = [folder for folder in checkpoint.resolve().parents if (folder / "recipe.yaml").is_file()]
     found = [run for run in runs if (run / "prompts" / "manifest.json").is_file()]
-    return found[0] / "prompts" if found and not _made_anew(found[0]) else checkpoint / "prompts"
-
-
-def _made_anew(run: Path) -> bool:
-    """Whether the data of a run is no longer what it was trained on."""
-    for later, earlier in (("train", "responses"), ("responses", "prompts")):
-        if all((run / stage / "manifest.json").is_file() for stage in (later, earlier)):
-            used, made = read_manifest(run / later)["inputs"], read_manifest(run / earlier)
-            if used.get(earlier) != made.get("outputs_sha256"):
-                return True
-    return False
+    if not found:
+        return checkpoint / "prompts"
+    changed = made_otherwise(found[0], "train", "responses") or made_otherwise(found[0], "responses", "prompts")
+    return checkpoint / "prompts" if changed else found[0] / "prompts"
 
 
 def overlap_warning(suite: str, found: dict[str, Any] | None) -> str | None:

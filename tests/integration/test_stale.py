@@ -20,6 +20,7 @@ from spec_train.decoding.sampling import Sampling
 from spec_train.dry_run import plan
 from spec_train.errors import RunFailure, UserError
 from spec_train.evaluation.evaluate import EvalSettings, evaluate_suite, ngram_contender
+from spec_train.evaluation.run_report import collect
 from spec_train.evaluation.turns import Suite
 from spec_train.manifest import STAGES, read_manifest
 from spec_train.pipeline import STAGES as MAKE
@@ -206,7 +207,10 @@ def test_mixed_results_are_not_published(recipe: Path, monkeypatch: pytest.Monke
     assert plan_push(export_dir, "me/head", HUB, None).unknown[:1] != ["the acceptance"]
     remake(recipe, "train", monkeypatch.context)
     assert "eval/held_out-eagle3-k3-t0.json" in plan_push(export_dir, "me/head", HUB, None).files  # all of the old
+    with pytest.raises(UserError, match=r"its evaluation is of another training.*--force eval"):
+        collect([recipe.parent / "run"])
     make(recipe, "eval", force=True)
+    assert len(collect([recipe.parent / "run"]).curves) == 1
     assert "not of the weights in" in refused() and "--force export`" in refused()
     make(recipe, "export", force=True)
     assert "proved another export" in refused() and "--force verify`" in refused()
