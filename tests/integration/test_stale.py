@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from spec_train.data.prompts import split_held_out
+from spec_train.data.prompts import split_conversations
 from spec_train.decoding.sampling import Sampling
 from spec_train.dry_run import plan
 from spec_train.errors import RunFailure, UserError
@@ -75,15 +75,14 @@ def recipe(kept: tuple[Path, Path]) -> Iterator[Path]:
     shutil.copytree(copy, path.parent / "run")
 
 
-def other_split(*arguments: Any) -> Any:
-    conversations, held_out, seed = arguments
-    return split_held_out(conversations, held_out, seed + 1)
+def other_split(*arguments: Any, seed: int, **sizes: Any) -> Any:
+    return split_conversations(*arguments, seed=seed + 1, **sizes)
 
 
 def noise(stage: str, patch: pytest.MonkeyPatch) -> None:
     """Let a stage end otherwise than before under the very same recipe, as a GPU's arithmetic or a server may."""
     if stage == "prompts":
-        patch.setattr(prompts_stage, "split_held_out", other_split)
+        patch.setattr(prompts_stage, "split_conversations", other_split)
     elif stage == "responses":
         write = responses_stage.write_documents
         patch.setattr(responses_stage, "write_documents", lambda path, documents: write(path, documents[1:]))
