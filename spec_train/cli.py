@@ -90,7 +90,7 @@ def _say_where(recipe: Recipe, stage: str = "") -> None:
 
 
 def _show_plan(lines: list[tuple[str, str, str]]) -> None:
-    """A line each: what, done / begun / to do, in words."""
+    """A line each: what, done / begun / to do / stale, in words."""
     for what, state, text in lines:
         _console().print(f"{what:<10} {state:<6} {text}", markup=False)
 
@@ -109,14 +109,15 @@ def run(
     if unknown:
         raise UserError(f"--force {unknown[0]}: no such stage; stages are {', '.join(STAGES)}, or all")
     loaded = _load(recipe, overrides)
+    anew = set(STAGES) if "all" in (force or ()) else set(force or ())
     if dry_run:
         from spec_train.dry_run import plan
 
-        _show_plan(plan(loaded).lines)
+        _show_plan(plan(loaded, anew).lines)
         return
     from spec_train.pipeline import run_all
 
-    run_all(loaded, force=set(STAGES) if "all" in (force or ()) else set(force or ()))
+    run_all(loaded, force=anew)
     _say_where(loaded)
 
 

@@ -41,7 +41,7 @@ from spec_train.evaluation.evaluate import (
     speculator_contender,
 )
 from spec_train.evaluation.turns import Suite
-from spec_train.manifest import atomic_write_json, atomic_write_text, canonical, read_manifest
+from spec_train.manifest import atomic_write_json, atomic_write_text, canonical, json_sha256, read_manifest
 from spec_train.recipe import PositiveInt, Recipe, Section, load_recipe
 from spec_train.recipe_file import find_recipe, parse_yaml
 from spec_train.run import DATA_STAGES, Run
@@ -50,6 +50,7 @@ from spec_train.speculators.base import Speculator
 from spec_train.stages.common import documents_of
 from spec_train.stages.evaluate import best_checkpoint, eval_settings, start_contender, suite_of
 from spec_train.stages.features import features
+from spec_train.stages.inputs import stage_state, train_inputs
 from spec_train.stages.prompts import prompts
 from spec_train.stages.responses import responses
 from spec_train.stages.train import feature_provider, new_speculator, train
@@ -117,8 +118,7 @@ def compare(path: Path) -> None:
     trained: dict[str, Run] = {}
     for name, run in runs.items():
         budget = _budget(run, comparison, first)
-        limited = _with(run.recipe, ["train.max_steps", budget.steps], ["train.save_every", budget.steps])
-        trained[name] = Run(limited)
+        trained[name] = Run(_limited(run.recipe, budget))
         trained[name].share_target(run)
         train(trained[name], False)
         outputs = read_manifest(trained[name].directory / "train")["outputs"]
@@ -147,7 +147,8 @@ def plan_comparison(path: Path) -> list[tuple[str, str, str]]:
     for name, run in _runs(comparison).items():
         lines = plan(run.recipe).lines  # refuses an entry that cannot start
         shared = shared or [line for line in lines if line[0] in ("target", *DATA_STAGES)]
-        (state,) = (state for stage, state, _ in lines if stage == "train")
+        budgeted = _kept_budget(run, comparison) if stage_state(run, "features")[0] == "done" else None
+        state, _ = stage_state(Run(_limited(run.recipe, budgeted)) if budgeted else run, "train")
         depths = run.recipe.eval.num_draft_tokens
         decoded = ", ".join(str(k) for k in depths if k in comparison.decode) or "none"
         what = f"{run.recipe.speculator.type}, {budget} of training; K {', '.join(map(str, depths))}, decoded {decoded}"
@@ -183,11 +184,29 @@ def _with(recipe: Recipe, *changes: list[Any]) -> Recipe:
     return type(recipe).model_validate(fields)
 
 
+def _limited(recipe: Recipe, budget: Budget) -> Recipe:
+    """The recipe as the entry is trained."""
+    return _with(recipe, ["train.max_steps", budget.steps], ["train.save_every", budget.steps])
+
+
+def _budget_of(run: Run, comparison: Comparison) -> str:
+    """A hash of what the entry's budget depends on."""
+    return json_sha256(canonical([train_inputs(run), comparison.seconds, comparison.tokens]))
+
+
+def _kept_budget(run: Run, comparison: Comparison) -> Budget | None:
+    """The budget that was worked out for this very entry, None before that."""
+    file = run.directory / "budget.json"
+    kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if kept.get("made_from") != _budget_of(run, comparison):
+        return None
+    return Budget(kept["parameters"], kept["steps"])
+
+
 def _budget(run: Run, comparison: Comparison, first: Run) -> Budget:
     """How many steps the entry trains; worked out once and kept."""
-    file = run.directory / "budget.json"
-    if file.is_file():
-        return Budget(**json.loads(file.read_text(encoding="utf-8")))
+    if (kept := _kept_budget(run, comparison)) is not None:
+        return kept
     run.share_target(first)
     documents = documents_of(run, "train")
     speculator, _ = new_speculator(run, documents, [])
@@ -198,7 +217,7 @@ def _budget(run: Run, comparison: Comparison, first: Run) -> Budget:
     per_step = supervised / _steps_an_epoch(run, documents)
     budget = Budget(parameters, max(1, round(tokens / per_step)))
     run.directory.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(file, asdict(budget))
+    atomic_write_json(run.directory / "budget.json", {**asdict(budget), "made_from": _budget_of(run, comparison)})
     return budget
 
 
@@ -266,8 +285,8 @@ def _measure(
     for row in rows:
         run = runs[row["name"]]
         depths = run.recipe.eval.num_draft_tokens
-        result = load_speculator(best_checkpoint(run), target)
-        contenders.append((speculator_contender(result, row["name"], depths, row["name"]), row))
+        result, weights = load_speculator(best_checkpoint(run), target), row["training"]["weights_sha256"]
+        contenders.append((speculator_contender(result, row["name"], depths, row["name"], weights), row))
     for run in _first_of_each_kind(runs):
         if run.recipe.speculator.start_is_baseline():
             run.share_target(first)

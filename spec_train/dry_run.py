@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spec_train.data.features import free_disk
 from spec_train.data.prompts import MOST_VALIDATION, SPLITS, hub_rows, load_conversations, split_conversations
 from spec_train.estimate import TargetFacts, answer_tokens, size, state_bytes, target_facts
+from spec_train.manifest import STAGES
 from spec_train.recipe import Recipe
 from spec_train.run import Run
 from spec_train.serving.contract import CAPABILITIES, installed_vllm, version_problem
-from spec_train.stages.common import is_finished
+from spec_train.stages.inputs import stage_state
 from spec_train.stages.responses import render_prompts
-
-STAGES = ("prompts", "responses", "features", "train", "eval", "export", "verify")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`lines`: (stage, done / begun / to do, what it does). `store_bytes`: of hidden states, at most; 0 online."""
+    """`lines`: (stage, done / begun / to do / stale, what it does, or why it is refused as it lies there).
+    `store_bytes`: of hidden states, at most; 0 online."""
 
     lines: list[tuple[str, str, str]]
     facts: TargetFacts
     store_bytes: int
 
 
-def plan(recipe: Recipe) -> Plan:
-    """Reads the target's config and tokenizer and the local sources, asks the Hub for the rows of the others. Raises
-    UserError for whatever would stop the run before it starts."""
+def plan(recipe: Recipe, force: Collection[str] = ()) -> Plan:
+    """Reads the target's config and tokenizer and the local sources, asks the Hub for the rows of the others. `force`:
+    stages that are to be made anew. Raises UserError for whatever would stop the run before it starts."""
     run = Run(recipe)
     facts = target_facts(run)
     training, apart, source_text = _rows(run)
@@ -49,15 +50,13 @@ def plan(recipe: Recipe) -> Plan:
     stored = 0
     if recipe.features.mode == "offline":
         stored = (training + apart) * recipe.data.max_length * state_bytes(run, facts.hidden_size)
-    stages = [(stage, _state(run, stage), lines[stage]) for stage in STAGES]
-    return Plan([("target", "found", target), *stages], facts, stored)
-
-
-def _state(run: Run, stage: str) -> str:
-    directory = run.stage_directory(stage)
-    if is_finished(directory):
-        return "done"
-    return "begun" if (directory / "inputs.json").is_file() else "to do"
+    stages: list[tuple[str, str, str]] = [("target", "found", target)]
+    anew = False
+    for stage in STAGES:
+        anew = anew or stage in force
+        state, why = ("to do", "") if anew else stage_state(run, stage)
+        stages.append((stage, state, why or lines[stage]))
+    return Plan(stages, facts, stored)
 
 
 def _rows(run: Run) -> tuple[int, int, str]:

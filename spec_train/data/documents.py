@@ -11,6 +11,8 @@ from typing import Any
 from spec_train.errors import UserError
 from spec_train.manifest import atomic_write_json_lines
 
+TEXT_PROMPT = 32  # tokens
+
 
 @dataclass(frozen=True)
 class Document:
@@ -39,6 +41,23 @@ class Document:
     def num_response_tokens(self) -> int:
         """How many tokens are supervised."""
         return sum(end - start for start, end in self.spans)
+
+    @property
+    def can_be_drafted(self) -> bool:
+        """Whether decoding an answer anew would ask for a draft. Its first token is the target's own; of plain text
+        that begins with what is supervised it is the second, since nothing predicts the first."""
+        return any(end - max(start, 1) > 1 for start, end in self.spans)
+
+
+def prompts_of(documents: Iterable[Document]) -> tuple[list[Document], list[list[int]]]:
+    """The documents that have something to decode from, and what: all before the first answer. Where every one is plain
+    text, which has no prompt, half of each text up to TEXT_PROMPT tokens."""
+    documents = [document for document in documents if document.spans]
+    asked = [document for document in documents if document.spans[0][0] > 0]
+    if asked:
+        return asked, [document.input_ids[: document.spans[0][0]] for document in asked]
+    texts = [document for document in documents if len(document.input_ids) > 1]
+    return texts, [text.input_ids[: min(TEXT_PROMPT, len(text.input_ids) // 2)] for text in texts]
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> int:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_train.data.documents import Document
 from spec_train.errors import UserError
-from spec_train.manifest import atomic_write_json, file_sha256
+from spec_train.manifest import atomic_write_json, file_sha256, json_sha256
 
 FORMAT_VERSION = 1
 INDEX = "index.json"
@@ -108,14 +108,38 @@ class FeatureStore:
         save_file(tensors, temporary)
         temporary.replace(path)
         self._open.pop(file, None)
+        emptied = self._withdraw(file, ids)
         self._shards[file] = {"documents": ids, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         self._place.update(dict.fromkeys(ids, file))
         atomic_write_json(self.directory / INDEX, {"header": asdict(self.header), "shards": self._shards})
+        for old in emptied:
+            (self.directory / old).unlink(missing_ok=True)
 
-    def read(self, document_id: str, aux_layer_ids: tuple[int, ...]) -> DocumentFeatures:
+    def _withdraw(self, file: str, ids: Sequence[str]) -> list[str]:
+        """Take out of the index what the shard `file` is going to replace: all that it held, and `ids` in every other
+        one. Returns the shards that hold nothing any more."""
+        held = self._shards[file]["documents"] if file in self._shards else []
+        for document_id in held:
+            self._place.pop(document_id, None)
+        replaced, emptied = set(ids), []
+        for old in {self._place[document_id] for document_id in replaced if document_id in self._place}:
+            kept = [document_id for document_id in self._shards[old]["documents"] if document_id not in replaced]
+            self._shards[old]["documents"] = kept
+            if not kept:
+                del self._shards[old]
+                self._open.pop(old, None)
+                emptied.append(old)
+        return emptied
+
+    def read(self, document_id: str, input_ids: Sequence[int], aux_layer_ids: tuple[int, ...]) -> DocumentFeatures:
         """The states of a document, of the stored aux layers those that are asked for. Raises UserError where the
-        document is not there."""
+        document is not there, or what is stored under its id was computed for other tokens."""
         shard = self._shard(document_id)
+        if not self._of_these_tokens(document_id, input_ids):
+            raise UserError(
+                f"{self.directory}: the features of document {document_id!r} are of other tokens; "
+                "`spec-train run RECIPE --force features` makes them anew"
+            )
         aux = shard.get_tensor(f"{document_id}/aux_hidden") if aux_layer_ids else None
         if aux is not None and aux_layer_ids != self.header.aux_layer_ids:
             parts = dict(zip(self.header.aux_layer_ids, aux.split(self.header.hidden_size, dim=-1), strict=True))
@@ -125,10 +149,14 @@ class FeatureStore:
 
     def holds(self, document: Document) -> bool:
         """Whether the states stored under this id are those of these very tokens."""
-        if document.id not in self._place:
+        return document.id in self._place and self._of_these_tokens(document.id, document.input_ids)
+
+    def _of_these_tokens(self, document_id: str, input_ids: Sequence[int]) -> bool:
+        try:
+            stored: list[int] = self._shard(document_id).get_tensor(f"{document_id}/input_ids").tolist()
+        except SafetensorError:  # a kill came between the shard and the index: other documents of the same size
             return False
-        ids: list[int] = self._shard(document.id).get_tensor(f"{document.id}/input_ids").tolist()
-        return ids == document.input_ids
+        return stored == list(input_ids)
 
     def _shard(self, document_id: str) -> Any:
         file = self._place.get(document_id)
@@ -140,8 +168,8 @@ class FeatureStore:
 
 
 class FeatureReader:
-    """Several stores as one; the first that holds a document gives it. `aux_layer_ids`: what the reader needs of the
-    layers that the stores hold."""
+    """Several stores as one; the first that holds the states of these very tokens gives them. `aux_layer_ids`: what the
+    reader needs of the layers that the stores hold."""
 
     def __init__(self, stores: Sequence[FeatureStore], aux_layer_ids: tuple[int, ...]) -> None:
         self.stores, self.aux_layer_ids = stores, aux_layer_ids
@@ -150,12 +178,19 @@ class FeatureReader:
         """Documents whose own states no store holds: absent, or stored for other tokens."""
         return [document for document in documents if not any(store.holds(document) for store in self.stores)]
 
-    def read(self, document_id: str) -> DocumentFeatures:
+    def read(self, document_id: str, input_ids: Sequence[int]) -> DocumentFeatures:
         """See `FeatureStore.read`."""
-        for store in self.stores:
-            if document_id in store:
-                return store.read(document_id, self.aux_layer_ids)
-        return self.stores[-1].read(document_id, self.aux_layer_ids)
+        document = Document(document_id, list(input_ids), [])
+        store = next((store for store in self.stores if store.holds(document)), self.stores[-1])
+        return store.read(document_id, input_ids, self.aux_layer_ids)
+
+
+def store_digest(directory: Path) -> str | None:
+    """A digest of everything in a store: its header and the checksums of its shards; None where there is no store."""
+    index = _read_index(directory)
+    if index is None:
+        return None
+    return json_sha256([index["header"], {name: shard["sha256"] for name, shard in index["shards"].items()}])
 
 
 def bytes_per_position(aux_layers: int, hidden_size: int, dtype: str) -> int:

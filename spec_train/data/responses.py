@@ -164,7 +164,7 @@ def _finished(
     same = len(documents) == len(batch) and all(
         document.input_ids[: len(ids)] == ids for document, (_, ids) in zip(documents, batch, strict=True)
     )
-    if not same or (capture and not all(document.id in capture.store for document in documents)):
+    if not same or (capture and not all(capture.store.holds(document) for document in documents)):
         return None
     return documents
 

@@ -26,7 +26,7 @@ from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.suites import load_suite
 from spec_train.evaluation.traces import partial_path, resumable_decode, trace_path, write_trace
 from spec_train.evaluation.turns import FollowUp, Suite, add_turn, next_turn
-from spec_train.manifest import package_versions
+from spec_train.manifest import canonical, json_sha256, package_versions, weights_fingerprint
 from spec_train.progress import progress
 from spec_train.speculators.base import Proposer, Speculator
 from spec_train.speculators.ngram import NgramProposer
@@ -51,7 +51,8 @@ class EvalSettings:
 class Contender:
     """A proposer to measure: `kind` our name of the method, `name` which one it is, `method` vLLM's name where that is
     another. With `tree` it drafts trees of that shape, and `num_draft_tokens` is their depth; with `assistant`, the
-    draft as a Transformers model, it is `transformers` that decodes."""
+    draft as a Transformers model, it is `transformers` that decodes. `weights`: sha256 of what was trained, None where
+    nothing was (see `head_files.weights_sha256`)."""
 
     kind: str
     name: str
@@ -60,6 +61,7 @@ class Contender:
     method: str = ""
     tree: TreeShape | None = None
     assistant: PreTrainedModel | None = None
+    weights: str | None = None
 
     def decode(self, target: TargetModel, **arguments: Any) -> DecodeTrace:
         """`speculative_decode`, or `tree_decode` for trees, or `assisted_decode`."""
@@ -147,7 +149,7 @@ def evaluate(
             num_draft_tokens,
             # Half a run of a proposer that remembers would not know the other half's outputs.
             partial=None if contender.proposer.remembers else partial,
-            settings=_settings_key(target, suite, settings, f"{contender.name} {who}"),
+            settings=_settings_key(target, suite, settings, f"{contender.name} {who}", contender.weights),
             on_progress=advance,
         )
     suite.name_conversations(trace.requests)
@@ -170,6 +172,7 @@ def evaluate(
         estimate=estimate(num_draft_tokens) if estimate else None,
         versions=package_versions(),
     )
+    result["weights_sha256"] = contender.weights
     if suite.left_out:
         result["left_out"] = dict(suite.left_out)
     if contender.tree is not None:
@@ -243,24 +246,33 @@ def suffix_contender(proposer: SuffixProposer, num_draft_tokens: Sequence[int]) 
 
 
 def speculator_contender(
-    speculator: Speculator, name: str, num_draft_tokens: Sequence[int], kind: str | None = None
+    speculator: Speculator,
+    name: str,
+    num_draft_tokens: Sequence[int],
+    kind: str | None = None,
+    weights: str | None = None,
 ) -> Contender:
     """A speculator at every K that it can draft. `kind`: what results call it, its own kind by default."""
     deepest = speculator.max_draft_tokens or max(num_draft_tokens)
-    return Contender(
-        kind or speculator.kind, name, speculator, tuple(k for k in num_draft_tokens if k <= deepest), speculator.method
-    )
+    depths = tuple(k for k in num_draft_tokens if k <= deepest)
+    return Contender(kind or speculator.kind, name, speculator, depths, speculator.method, weights=weights)
 
 
 def assisted_contender(
-    speculator: Speculator, assistant: PreTrainedModel, num_draft_tokens: Sequence[int]
+    speculator: Speculator, assistant: PreTrainedModel, num_draft_tokens: Sequence[int], weights: str | None = None
 ) -> Contender:
     """Assisted generation of `transformers` with a draft language model. See `assisted.assistant_of`."""
-    return Contender("assisted", "transformers", speculator, tuple(num_draft_tokens), assistant=assistant)
+    depths = tuple(num_draft_tokens)
+    return Contender("assisted", "transformers", speculator, depths, assistant=assistant, weights=weights)
 
 
 def tree_contenders(
-    target: TargetModel, speculator: Speculator, name: str, trees: Sequence[TreeShape], kind: str | None = None
+    target: TargetModel,
+    speculator: Speculator,
+    name: str,
+    trees: Sequence[TreeShape],
+    kind: str | None = None,
+    weights: str | None = None,
 ) -> list[Contender]:
     """A speculator with trees of each shape. Raises UserError for one deeper than it drafts, and beside a target that
     checks none."""
@@ -271,7 +283,9 @@ def tree_contenders(
         if deepest is not None and tree.depth > deepest:
             raise UserError(f"{tree.name}: {name} drafts at most {deepest} tokens in a row; give a tree of that depth")
     kind = kind or speculator.kind
-    return [Contender(kind, name, speculator, (tree.depth,), speculator.method, tree) for tree in trees]
+    return [
+        Contender(kind, name, speculator, (tree.depth,), speculator.method, tree, weights=weights) for tree in trees
+    ]
 
 
 def evaluate_suite(
@@ -285,9 +299,11 @@ def evaluate_suite(
     reference: Reference | None = None,
     estimate: Estimate | None = None,
 ) -> list[dict[str, Any]]:
-    """Every contender at every K on one suite. Results are written as they come, and read back after an interruption.
-    `reference`: plain decoding of this very suite, where it is at hand; `estimate`: that of the only contender."""
+    """Every contender at every K on one suite. Results are written as they come, and read back after an interruption
+    where they are of the same weights, prompts and settings. `reference`: plain decoding of this very suite, where it
+    is at hand; `estimate`: that of the only contender."""
     results = []
+    made_of = canonical({**_settings_key(target, suite, settings, "all"), **asdict(settings)})
     plain = {"suite": suite.name, "type": "plain", "num_draft_tokens": 0, "temperature": settings.sampling.temperature}
     plain_trace = trace_path(directory / result_name({**plain, "draft_sample_method": "greedy"})) if directory else None
     for contender in contenders:
@@ -305,8 +321,9 @@ def evaluate_suite(
                 "tree": {"name": contender.tree.name} if contender.tree else None,
             }
             done = directory / result_name(key) if directory else None
-            if done is not None and done.is_file():
-                results.append(json.loads(done.read_text(encoding="utf-8")))
+            made_from = json_sha256([made_of, contender.name, contender.weights])
+            if done is not None and (finished := _finished(done, made_from)) is not None:
+                results.append(finished)
                 continue
             partial = partial_path(plain_trace) if plain_trace else None
             reference = reference or decode_reference(target, suite, settings, partial)
@@ -318,6 +335,7 @@ def evaluate_suite(
                 target, contender, suite, reference, settings, k,
                 target_name=target_name, estimate=found, partial=partial,
             )  # fmt: skip
+            result["inputs_sha256"] = made_from
             results.append(result)
             if directory is not None and done is not None and partial is not None:
                 write_trace(trace_path(done), trace.requests)
@@ -330,6 +348,14 @@ def evaluate_suite(
     return results
 
 
+def _finished(file: Path, made_from: str) -> dict[str, Any] | None:
+    """The result in `file`, where there is one and it was made from the same."""
+    if not file.is_file():
+        return None
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result if result.get("inputs_sha256") == made_from else None
+
+
 def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any], stop_ids: Collection[int] = ()) -> Suite:
     """A bundled suite or a user's file, rendered with the tokenizer's template. Of a conversation with gaps for the
     target's answers, the turn before the first gap is a prompt (`<id>/1`) and the others follow it. `stop_ids`: what
@@ -340,12 +366,16 @@ def render_suite(name: str, tokenizer: Any, prompt_kwargs: dict[str, Any], stop_
     return suite
 
 
-def _settings_key(target: TargetModel, suite: Suite, settings: EvalSettings, who: str) -> dict[str, Any]:
-    """Everything that a decoded batch depends on, short of the weights."""
+def _settings_key(
+    target: TargetModel, suite: Suite, settings: EvalSettings, who: str, weights: str | None = None
+) -> dict[str, Any]:
+    """Everything that a decoded batch depends on."""
     prompts = hashlib.sha256(json.dumps(suite.prompts).encode()).hexdigest()
     return {
         "who": who,
+        "weights": weights,
         "target": target.name,
+        "target_weights": weights_fingerprint(target.name),
         "dtype": str(target.dtype),
         "sampling": asdict(settings.sampling),
         "max_new_tokens": settings.max_new_tokens,

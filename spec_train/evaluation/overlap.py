@@ -18,6 +18,7 @@ from typing import Any
 
 from spec_train.data.prompts import read_conversations
 from spec_train.evaluation.turns import Suite, last_user_message
+from spec_train.manifest import made_otherwise
 
 SHINGLE_WORDS = 8
 NEAR = 0.5  # of a prompt's shingles in one training prompt
@@ -77,10 +78,13 @@ def overlap_with_run(suite: Suite, prompts_stage: Path) -> dict[str, Any] | None
 
 def prompts_stage_of(checkpoint: Path) -> Path:
     """The prompts stage of the run that a checkpoint or export lies in; a folder that does not exist where there is
-    none (its prompts were shared by run.data_dir, or it was moved)."""
+    none (its prompts were shared by run.data_dir, or it was moved), or was made anew since."""
     runs = [folder for folder in checkpoint.resolve().parents if (folder / "recipe.yaml").is_file()]
-    found = [run / "prompts" for run in runs if (run / "prompts" / "manifest.json").is_file()]
-    return found[0] if found else checkpoint / "prompts"
+    found = [run for run in runs if (run / "prompts" / "manifest.json").is_file()]
+    if not found:
+        return checkpoint / "prompts"
+    changed = made_otherwise(found[0], "train", "responses") or made_otherwise(found[0], "responses", "prompts")
+    return checkpoint / "prompts" if changed else found[0] / "prompts"
 
 
 def overlap_warning(suite: str, found: dict[str, Any] | None) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from spec_train.errors import UserError
 from spec_train.evaluation.plots import Curve, draw_all
 from spec_train.evaluation.report import ABSENT, CAPTION, result_markdown, table_rows
-from spec_train.manifest import atomic_write_text
+from spec_train.manifest import atomic_write_text, made_otherwise
 
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#1b1f24;background:#fff;max-width:70rem;margin:2rem auto;padding:0 1rem}
@@ -58,6 +58,12 @@ def collect(paths: Sequence[Path]) -> Collected:
                 seen.add(file.resolve())
                 found.results += _read_results(file, named=path.is_file())
         for log in sorted(path.glob("train/log.jsonl")) + sorted(path.glob("*/train/log.jsonl")):
+            run = log.parent.parent
+            if made_otherwise(run, "eval", "train"):
+                raise UserError(
+                    f"report {run}: its evaluation is of another training than the one whose log lies there; "
+                    "`spec-train run RECIPE --force eval` measures anew"
+                )
             if log.resolve() not in seen:
                 seen.add(log.resolve())
                 found.curves.append(_read_curve(log))

@@ -122,6 +122,19 @@ def load_suite(name_or_path: str) -> list[Conversation]:
     return with_unique_ids(conversations)
 
 
+def suite_files(name_or_path: str) -> list[Path]:
+    """The local files that `load_suite` reads its prompts from: the suite's own, its sources, those of suites in it.
+    Files of packages are left out, the suite pins them. Raises UserError."""
+    bundled = name_or_path in bundled_suites()
+    path = asset_path(f"eval/suites/{name_or_path}.yaml") if bundled else Path(name_or_path).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        return [path]
+    suite = read_suite(path)
+    sources = [resolve_path(source.path) for source in suite.sources if source.path is not None]
+    included = [file for part in suite.include for file in suite_files(part.suite)]
+    return [path, *(file for file in sources if file.is_file()), *included]
+
+
 def read_suite(path: Path) -> Suite:
     """The suite file itself. Raises UserError naming the key that is wrong."""
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spec_train.data.documents import Document
+from spec_train.data.documents import Document, prompts_of
 from spec_train.decoding.acceptance import decoded_length
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
@@ -48,8 +48,8 @@ class ValidationDecode:
         """`samplings`: further settings to decode with, none of them greedy."""
         self.target, self.max_new_tokens, self.num_draft_tokens = target, max_new_tokens, num_draft_tokens
         self.samplings = samplings
-        prompts = [document.input_ids[: document.spans[0][0]] for document in documents if document.spans]
-        self.prompts = [prompt for prompt in prompts if 0 < len(prompt) < target.max_length][:num_prompts]
+        _, prompts = prompts_of(documents)
+        self.prompts = [prompt for prompt in prompts if len(prompt) < target.max_length][:num_prompts]
         self._plain: DecodeTrace | None = None  # the target stays as it is, so its own text is decoded once
 
     def __call__(self, checkpoint: Path) -> dict[str, float]:

@@ -38,6 +38,7 @@ from spec_train.serving.verify import (
     served_folder,
 )
 from spec_train.speculators import recorded_prompt
+from spec_train.speculators.head_files import weights_sha256
 from spec_train.stop_ids import stop_token_ids
 
 EVAL_WORKER = "spec_train.serving.vllm_eval_worker"
@@ -99,6 +100,7 @@ def evaluate_in_vllm(
     check_subject(subject)
     rendered = render_suite(suite, load_tokenizer(target), recorded_prompt(Path(subject)), stop_token_ids(target))
     prompts = rendered.first(max_prompts)
+    weights = None if subject in BASELINES else weights_sha256(Path(subject))
     results = []
     for value in temperature:
         sampling = Sampling(temperature=value, **sampling_options)
@@ -106,8 +108,8 @@ def evaluate_in_vllm(
             subject, local_folder(target).absolute(), prompts, sampling, num_draft_tokens=num_draft_tokens,
             concurrency=concurrency, max_new_tokens=max_new_tokens, dtype=dtype,
         )  # fmt: skip
-    # As the user calls it, so that `advise` knows it for the target of the other results.
-    return [{**result, "target": target} for result in results]
+    # `target` as the user calls it, so that `advise` knows it for the target of the other results.
+    return [{**result, "target": target, "weights_sha256": weights} for result in results]
 
 
 def check_subject(subject: str) -> None:

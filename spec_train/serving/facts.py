@@ -24,7 +24,8 @@ from spec_train.manifest import MANIFEST, read_manifest
 from spec_train.recipe import HubSection
 from spec_train.recipe_file import apply_override
 from spec_train.serving.contract import path_problem
-from spec_train.serving.export import read_export
+from spec_train.serving.export import is_export, read_export
+from spec_train.speculators.head_files import weights_sha256
 
 BASELINES = ("ngram", "suffix", "assisted", "plain")
 # What is published of an evaluation result: figures, never what was said (the vLLM backend's results hold the outputs).
@@ -36,7 +37,7 @@ RESULT_KEYS = (
     *("tokens_per_drafted_round", "draft_acceptance_rate", "acceptance_rate_per_position"),
     *("acceptance_rate_per_position_ci95", "conditional_acceptance_rate_per_position"),
     *("vllm_counters", "lossless", "speed", "estimate", "by_category", "versions", "tree", "recall_top_k", "overlap"),
-    "costs",
+    *("costs", "weights_sha256"),
 )
 
 
@@ -187,30 +188,57 @@ def _read_results(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(results of this speculator and its baselines, what is unknown)."""
     run = export_dir.absolute().parent.parent
-    trained = stored["provenance"].get("train")
     if folder is not None:
         files = [folder] if folder.is_file() else sorted(folder.glob("*.json"))
     elif not (run / "eval" / MANIFEST).is_file():
         return [], ["the acceptance: no finished evaluation lies beside the export (spec-train eval, or --results)"]
     else:
-        manifest = read_manifest(run / "eval")
-        if trained is not None and manifest["inputs"]["train"] != trained:
-            return [], [f"the acceptance: {run / 'eval'} measured another training; run spec-train eval again"]
-        files = [run / "eval" / name for name in manifest["outputs"]["results"]]
-    target = Path(public_description(stored, stored["target_id"])["target_id"]).name
-    found = [
-        public_result(result, target)
+        files = [run / "eval" / name for name in read_manifest(run / "eval")["outputs"]["results"]]
+    measured = [
+        (file, result)
         for file in files
         for result in _rows(file)
         if isinstance(result, dict) and "mean_acceptance_length_ci95" in result and result["backend"] != "server"
         if _belongs(result["type"], stored["type"])
     ]
+    own = [(file, result) for file, result in measured if result["type"] in (stored["type"], "assisted")]
+    older = next((file for file, result in own if result.get("weights_sha256") is None), None)
+    if older is not None and folder is None:
+        return [], [
+            f"the acceptance: {older} does not say of which weights it is (an older spec-train); evaluate again"
+        ]
+    _refuse_other_weights(own, export_dir, stored)
+    target = Path(public_description(stored, stored["target_id"])["target_id"]).name
+    found = [public_result(result, target) for _, result in measured]
     if not any(result["type"] == stored["type"] for result in found):
         return [], [f"the acceptance: {folder} holds no evaluation result of type {stored['type']}"]
     found.sort(
         key=lambda r: (r["suite"], r["temperature"], r["type"] != stored["type"], r["type"], r["num_draft_tokens"])
     )
     return found, []
+
+
+def _refuse_other_weights(own: Sequence[tuple[Path, dict[str, Any]]], export_dir: Path, stored: dict[str, Any]) -> None:
+    """Raise UserError where a result is not of the weights that the export holds: those of the checkpoint that it was
+    written from, or its own files, or those of its other formats."""
+    origin = stored["provenance"].get("weights_sha256")
+    known = {origin} - {None}
+    if any(result.get("weights_sha256") not in known for _, result in own):
+        known.add(weights_sha256(export_dir))
+        for other in export_dir.absolute().parent.iterdir() if origin is not None else ():
+            if is_export(other) and read_export(other)["provenance"].get("weights_sha256") == origin:
+                known.add(weights_sha256(other))
+    trained = export_dir.absolute().parent.parent / "train"
+    newest = read_manifest(trained)["outputs"].get("weights_sha256") if (trained / MANIFEST).is_file() else None
+    for file, result in own:
+        measured = result.get("weights_sha256")
+        if measured not in known:
+            stale = "export" if measured is not None and measured == newest else "eval"
+            raise UserError(
+                f"{file}: its figures are not of the weights in {export_dir}"
+                f"{'' if measured is not None else ', or do not say of which'}; "
+                f"`spec-train run RECIPE --force {stale}` makes both agree, or give results of this export (--results)"
+            )
 
 
 def _rows(file: Path) -> list[Any]:
@@ -228,14 +256,20 @@ def _belongs(kind: str, own: str) -> bool:
 
 
 def _read_verification(export_dir: Path, format: str) -> dict[str, Any] | None:
-    """The report on this format, where the run's verify stage has one for this very export."""
+    """The report on this format, where the run's verify stage has one. Raises UserError where it is of another export
+    than the one that lies there now."""
     run = export_dir.absolute().parent.parent
     stages = [run / name for name in ("export", "verify")]
     if not all((stage / MANIFEST).is_file() for stage in stages):
         return None
     exported, verified = (read_manifest(stage) for stage in stages)
-    if verified["inputs"]["export"] != exported["inputs_sha256"]:
-        return None
+    if "outputs_sha256" not in exported:
+        return None  # made by an older spec-train: nobody knows whether it is what was proved
+    if verified["inputs"].get("export") != exported["outputs_sha256"]:
+        raise UserError(
+            f"{run / 'verify'}: proved another export than {export_dir}; `spec-train run RECIPE --force verify` proves "
+            "this one"
+        )
     reports = json.loads((run / "verify" / "report.json").read_text(encoding="utf-8"))
     return next((report for report in reports if report["format"] == format), None)
 

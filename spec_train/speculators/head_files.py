@@ -15,19 +15,22 @@ Weights are safetensors, or files of `torch.save` that hold nothing but tensors:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_train.errors import UserError
+from spec_train.manifest import file_sha256, json_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+OPTIMIZER = "optimizer.safetensors"  # beside the weights of a training checkpoint
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # what is looked for, best first; others than the first found are copies
 
 
@@ -59,6 +62,22 @@ def weight_files(folder: Path) -> list[Path]:
         if files := sorted(path for path in folder.glob(pattern) if path.name != "training_args.bin"):
             return files
     return []
+
+
+def weights_sha256(folder: Path) -> str:
+    """sha256 over the contents of a head's weight files, all of every file: which weights a result or export is of."""
+    return json_sha256([file_sha256(path) for path in weight_files(folder) if path.name != OPTIMIZER])
+
+
+def state_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """The same of tensors in memory: names, types, shapes and bytes."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def export_tensors(folder: Path) -> dict[str, Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from spec_train.data.documents import Document, read_documents
+from spec_train.errors import UserError
 from spec_train.manifest import Stage, run_lock
 from spec_train.recipe import Recipe
 from spec_train.run import Run
@@ -18,33 +20,42 @@ if TYPE_CHECKING:
     from spec_train.data.prompts import Split
     from spec_train.decoding.sampling import Sampling
 
-Work = Callable[[Stage], tuple[dict[str, Any], dict[str, Any]]]
-"""Does a stage's work in its directory; returns (outputs, counts) for the manifest."""
+Inputs = Callable[[Run], dict[str, Any]]
+"""Everything that a stage's result depends on, what earlier stages made included; see `manifest.Stage`. Raises
+UserError where an earlier stage is missing, or is not what the recipe asks for."""
+
+Work = Callable[[Stage], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+"""Does a stage's work in its directory; returns (outputs, counts, made), see `manifest.Stage.finish`."""
 
 
-def make_stage(run: Run, name: str, inputs: dict[str, Any], force: bool, work: Work) -> None:
+def make_stage(run: Run, name: str, inputs: Inputs, force: bool, work: Work) -> None:
     """Skip, refuse, continue or make one stage. Under a launcher only the main process keeps the books, and the
     others wait until it has decided."""
-    stage = run.stage(name, inputs)
     if not run.is_main:
         if _agree(run, False):
-            work(stage)
+            work(run.stage(name, {}))
         return
     console = Console(stderr=True)
-    with run_lock(stage.directory.parent):
-        if force:
-            stage.discard()
-        needed = not stage.is_current()
-        if needed:
-            stage.begin()
-            run.save_recipe(stage.directory)
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(run_lock(run.stage_directory(name).parent))
+            stage = run.stage(name, inputs(run))
+            if force:
+                stage.discard()
+            needed = not stage.is_current()
+            if needed:
+                stage.begin()
+                run.save_recipe(stage.directory)
+        except UserError:
+            _agree(run, False)  # the others wait for an answer
+            raise
         _agree(run, needed)
         if not needed:
             console.print(f"{name}: current", style="dim", markup=False, soft_wrap=True)
             return
         console.print(f"{name}: working in {stage.directory}", style="bold", markup=False, soft_wrap=True)
-        outputs, counts = work(stage)
-        stage.finish(outputs, counts)
+        outputs, counts, made = work(stage)
+        stage.finish(outputs, counts, made)
         said = ", ".join(f"{key} {value:,}" for key, value in counts.items() if isinstance(value, int))
         console.print(f"{name}: done{f' ({said})' if said else ''}", markup=False, soft_wrap=True)
         for reason, count in counts.get("dropped", {}).items():

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from spec_train.data.documents import prompts_of
 from spec_train.decoding.tree_draft import TreeShape, dynamic_tree, static_tree
 from spec_train.errors import UserError
 from spec_train.evaluation.assisted import assistant_of
@@ -27,26 +28,28 @@ from spec_train.evaluation.overlap import overlap_warning, overlap_with_run
 from spec_train.evaluation.report import result_name, write_results
 from spec_train.evaluation.turns import Suite
 from spec_train.graphs import Graphs
-from spec_train.manifest import Stage, read_manifest
+from spec_train.manifest import Stage, file_digests, read_manifest
 from spec_train.recipe import TreeSection
 from spec_train.run import Run
 from spec_train.speculators import load_speculator
+from spec_train.speculators.head_files import state_sha256, weights_sha256
 from spec_train.speculators.suffix import SuffixProposer
 from spec_train.stages.common import documents_of, eval_sampling, make_stage
+from spec_train.stages.inputs import eval_inputs
 from spec_train.stages.train import new_speculator
 from spec_train.target import TargetModel
 
 
 def best_checkpoint(run: Run) -> Path:
     """The checkpoint that training chose."""
-    return Path(read_manifest(run.directory / "train")["outputs"]["best_checkpoint"])
+    name = Path(read_manifest(run.directory / "train")["outputs"]["best_checkpoint"]).name
+    return run.directory / "train" / "checkpoints" / name  # a run may have been moved
 
 
 def suite_of(run: Run, name: str) -> Suite:
     """A suite's prompts, rendered as the run renders its own."""
     if name == "held_out":
-        documents = [document for document in documents_of(run, "held_out") if document.spans[0][0] > 0]
-        prompts = [document.input_ids[: document.spans[0][0]] for document in documents]
+        documents, prompts = prompts_of(documents_of(run, "held_out"))
         suite = Suite(name, [d.id for d in documents], [d.category for d in documents], prompts)
     else:
         suite = render_suite(name, run.tokenizer, run.prompt_kwargs, run.stop_ids)
@@ -89,17 +92,17 @@ def contenders_of(run: Run, target: TargetModel) -> list[Contender]:
     checkpoint = best_checkpoint(run)
     if run.recipe.speculator.start_is_baseline() or "untrained" in section.baselines:
         contenders.append(start_contender(run, target, section.num_draft_tokens))
-    trained = load_speculator(checkpoint, target)
-    contenders.append(speculator_contender(trained, str(checkpoint), section.num_draft_tokens))
+    trained, weights = load_speculator(checkpoint, target), weights_sha256(checkpoint)
+    contenders.append(speculator_contender(trained, str(checkpoint), section.num_draft_tokens, weights=weights))
     if "assisted" in section.baselines:
         assistant, reason = assistant_of(trained, target)
         if assistant is not None:
-            contenders.append(assisted_contender(trained, assistant, section.num_draft_tokens))
+            contenders.append(assisted_contender(trained, assistant, section.num_draft_tokens, weights))
             reason = "at temperature 0 only" if any(section.temperature) else ""
         if reason:
             _warn(f"baseline assisted: {'left out, ' if assistant is None else ''}{reason}")
     trees = [_shape(tree) for tree in section.trees]
-    return [*contenders, *tree_contenders(target, trained, str(checkpoint), trees)]
+    return [*contenders, *tree_contenders(target, trained, str(checkpoint), trees, weights=weights)]
 
 
 def _warn(text: str) -> None:
@@ -117,7 +120,8 @@ def start_contender(run: Run, target: TargetModel, num_draft_tokens: Sequence[in
     start, _ = new_speculator(run, documents_of(run, "train"), documents_of(run, "held_out"))
     start.to(target.device, target.dtype).eval().requires_grad_(False)
     kind = f"{run.recipe.speculator.type} {'untrained' if run.recipe.speculator.start() is None else 'start'}"
-    return speculator_contender(start, "as training found it", num_draft_tokens, kind)
+    weights = state_sha256(start.state_dict())
+    return speculator_contender(start, "as training found it", num_draft_tokens, kind, weights)
 
 
 def write_chain_costs(target: TargetModel, contenders: Sequence[Contender], directory: Path) -> None:
@@ -130,15 +134,11 @@ def write_chain_costs(target: TargetModel, contenders: Sequence[Contender], dire
 
 
 def evaluate(run: Run, force: bool) -> None:
-    """Make the stage where needed; finished results of an interrupted one are kept."""
+    """Make the stage where needed; finished results of an interrupted one are kept. What it made are the traces of its
+    results: who received which tokens in which rounds."""
     recipe = run.recipe
-    inputs = {
-        "train": run.made_from("train"),
-        "eval": recipe.eval.model_dump(mode="json"),
-        "dtype": recipe.target.dtype,
-    }
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         target = run.target()
         contenders = contenders_of(run, target)
         results: list[dict[str, Any]] = []
@@ -161,12 +161,13 @@ def evaluate(run: Run, force: bool) -> None:
         if recipe.eval.measure_costs:
             write_chain_costs(target, contenders, stage.directory)
         names = dict.fromkeys(result_name(result) for result in results)
-        return {"results": list(names)}, {"results": len(results)}
+        made = file_digests((stage.directory / "traces").glob("*.jsonl"))
+        return {"results": list(names)}, {"results": len(results)}, made
 
-    def work_with_graphs(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work_with_graphs(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         target = run.target()
         graphs = Graphs() if recipe.eval.cuda_graphs and target.device.type == "cuda" else None
         with target.replaying(graphs):
             return work(stage)
 
-    make_stage(run, "eval", inputs, force, work_with_graphs)
+    make_stage(run, "eval", eval_inputs, force, work_with_graphs)

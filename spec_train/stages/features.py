@@ -10,9 +10,10 @@ from spec_train.data.documents import Document
 from spec_train.data.prompts import SPLITS
 from spec_train.errors import UserError
 from spec_train.manifest import Stage
-from spec_train.run import Run, start_identity
+from spec_train.run import Run
 from spec_train.speculators import speculator_class
 from spec_train.stages.common import documents_of, make_stage
+from spec_train.stages.inputs import features_inputs
 
 if TYPE_CHECKING:
     from spec_train.batch import FeatureSpec
@@ -51,21 +52,14 @@ def store_header(run: Run, target: TargetModel, computed_in: str) -> StoreHeader
 
 
 def features(run: Run, force: bool) -> None:
-    """Make the stage where needed."""
+    """Make the stage where needed. Later stages depend on the shards of every store that is read, by the checksums of
+    their indices."""
     recipe = run.recipe
-    inputs = {
-        "responses": run.made_from("responses"),
-        "mode": recipe.features.mode,
-        "dtype": recipe.features.dtype,
-        "aux_layer_ids": recipe.features.aux_layer_ids or recipe.speculator.feature_options().get("aux_layer_ids", []),
-    }
-    if recipe.features.aux_layer_ids is None and recipe.speculator.feature_options():
-        inputs |= start_identity(recipe)  # it decides the layers
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         if recipe.features.mode == "online":
-            return {"mode": "online: computed while training"}, {}
-        from spec_train.data.features import check_disk
+            return {"mode": "online: computed while training"}, {}, {"mode": "online"}
+        from spec_train.data.features import check_disk, store_digest
 
         documents = [document for split in SPLITS for document in documents_of(run, split)]
         reader = feature_reader(run, recipe.responses.dtype or recipe.target.dtype)
@@ -78,9 +72,10 @@ def features(run: Run, force: bool) -> None:
         return (
             {"stores": [str(store.directory) for store in reader.stores], "bytes": sum(s.size for s in reader.stores)},
             {"captured": len(documents) - len(missing), "computed": len(missing)},
+            {store.directory.name: store_digest(store.directory) for store in reader.stores},
         )
 
-    make_stage(run, "features", inputs, force, work)
+    make_stage(run, "features", features_inputs, force, work)
 
 
 def feature_reader(run: Run, captured_in: str) -> FeatureReader:

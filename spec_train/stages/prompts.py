@@ -6,23 +6,17 @@ from collections import Counter
 from typing import Any
 
 from spec_train.data.prompts import load_conversations, split_conversations, write_conversations
-from spec_train.manifest import Stage
-from spec_train.run import Run, source_fingerprints
+from spec_train.manifest import Stage, file_digests
+from spec_train.run import Run
 from spec_train.stages.common import make_stage
+from spec_train.stages.inputs import prompts_inputs
 
 
 def prompts(run: Run, force: bool) -> None:
-    """Make the stage where needed."""
+    """Make the stage where needed. Later stages depend on its files of conversations."""
     recipe = run.recipe
-    data = recipe.data.model_dump(mode="json", exclude={"max_length", "last_turn_only"})
-    inputs = {
-        "data": data,
-        "source_files": source_fingerprints(recipe),
-        "mode": recipe.responses.mode,
-        "seed": recipe.run.seed,
-    }
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         notes: Counter[str] = Counter()
         conversations, dropped = load_conversations(
             recipe.data.sources,
@@ -37,6 +31,7 @@ def prompts(run: Run, force: bool) -> None:
         counts: dict[str, Any] = {
             split: write_conversations(stage.directory / f"{split}.jsonl", rows) for split, rows in splits.items()
         }
-        return {}, {**counts, "dropped": dict(dropped), "notes": dict(notes)}
+        counts |= {"dropped": dict(dropped), "notes": dict(notes)}
+        return {}, counts, file_digests(stage.directory.glob("*.jsonl"))
 
-    make_stage(run, "prompts", inputs, force, work)
+    make_stage(run, "prompts", prompts_inputs, force, work)

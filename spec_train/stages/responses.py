@@ -10,29 +10,20 @@ from typing import Any
 from spec_train.data.documents import Document, write_documents
 from spec_train.data.prompts import SPLITS, Conversation, check_drops, read_conversations
 from spec_train.errors import UserError
-from spec_train.manifest import Stage, atomic_write_text
+from spec_train.manifest import Stage, atomic_write_text, file_digests
 from spec_train.run import DATE_FILE, Run
 from spec_train.stages.common import make_stage
 from spec_train.stages.features import store_header, stored_spec
+from spec_train.stages.inputs import responses_inputs
 
 
 def responses(run: Run, force: bool) -> None:
-    """Make the stage where needed."""
+    """Make the stage where needed. Later stages depend on its documents and on the states captured with them."""
     recipe = run.recipe
-    inputs = {
-        "prompts": run.made_from("prompts"),
-        "target": run.target_identity,
-        "responses": recipe.responses.model_dump(mode="json", exclude={"batch_size"}),
-        "target_dtype": recipe.responses.dtype or recipe.target.dtype,
-        "max_length": recipe.data.max_length,
-        "last_turn_only": recipe.data.last_turn_only,
-        "seed": recipe.run.seed,
-    }
 
-    if run.date is not None and recipe.target.date is not None:
-        inputs["date"] = run.date
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        from spec_train.data.features import store_digest
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         make = _generate if recipe.responses.mode == "regenerate" else render_kept
         if run.date is not None:
             atomic_write_text(stage.directory / DATE_FILE, f"{run.date}\n")  # a run that goes on tomorrow keeps it
@@ -45,15 +36,22 @@ def responses(run: Run, force: bool) -> None:
             dropped += lost
             counts[split] = len(documents)
             counts[f"{split}_response_tokens"] = sum(document.num_response_tokens for document in documents)
+            if split == "train" and documents and not any(document.can_be_drafted for document in documents):
+                raise UserError(
+                    "responses: no answer is longer than one token, and drafts begin at an answer's second: nothing to "
+                    "train on; look at responses.max_new_tokens, data.max_length and the data"
+                )
         check_drops(counts["train"], dropped, recipe.data.max_drop_rate, "responses")
         if counts["train_response_tokens"] == 0:
             raise UserError(
                 "responses: no supervised token is left to train on; look at data.max_length and the template"
             )
+        captured = {path.name: store_digest(path) for path in sorted(stage.directory.glob("captured-*"))}
+        made = {**file_digests(stage.directory.glob("*.jsonl")), **captured}
         outputs = {} if run.date is None else {"date": run.date}
-        return outputs, {**counts, "dropped": dict(dropped), "notes": dict(notes)}
+        return outputs, {**counts, "dropped": dict(dropped), "notes": dict(notes)}, made
 
-    make_stage(run, "responses", inputs, force, work)
+    make_stage(run, "responses", responses_inputs, force, work)
 
 
 def _generate(

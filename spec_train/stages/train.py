@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_train.data.documents import Document
 from spec_train.errors import UserError
-from spec_train.manifest import Stage, canonical, git_revision, json_sha256, package_versions, read_manifest
-from spec_train.run import DATA_STAGES, Run, start_identity
+from spec_train.manifest import (
+    Stage,
+    canonical,
+    file_sha256,
+    git_revision,
+    json_sha256,
+    package_versions,
+    read_manifest,
+)
+from spec_train.run import DATA_STAGES, Run
 from spec_train.speculators import speculator_class
+from spec_train.speculators.head_files import weights_sha256
 from spec_train.stages.common import documents_of, eval_sampling, is_finished, make_stage
 from spec_train.stages.features import feature_reader, feature_spec
+from spec_train.stages.inputs import train_inputs
 
 if TYPE_CHECKING:
     from spec_train.batch import Batch
@@ -22,27 +33,14 @@ if TYPE_CHECKING:
     from spec_train.training.figures import SampledAnswers
 
 
-# What of the train section leaves the result as it is; the seed stands among the inputs by itself.
-UNINVOLVED = {"trackers", "log_every", "keep_checkpoints", "seed", "decode_prompts", "decode_new_tokens"}
-
-
 def train(run: Run, force: bool) -> None:
-    """Make the stage where needed; a training run that was interrupted resumes."""
+    """Make the stage where needed; a training run that was interrupted resumes. Later stages depend on the best
+    checkpoint's weights and configuration, and on the figures that are no times."""
     recipe = run.recipe
-    inputs = {
-        "features": run.made_from("features"),
-        "target": run.target_identity,
-        "target_dtype": recipe.target.dtype,
-        "speculator": recipe.speculator.model_dump(mode="json", exclude={"gradient_checkpointing"}),
-        "optim": recipe.optim.model_dump(mode="json"),
-        "train": recipe.train.model_dump(mode="json", exclude=UNINVOLVED),
-        "num_draft_tokens": recipe.eval.num_draft_tokens,
-        "seed": run.training_seed,
-        **start_identity(recipe),
-    }
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         from spec_train.evaluation.validation_decode import ValidationDecode
+        from spec_train.training.checkpoint import SPECULATOR_FILE
         from spec_train.training.trainer import train as train_speculator
 
         documents, validation = documents_of(run, "train"), documents_of(run, "validation")
@@ -75,12 +73,17 @@ def train(run: Run, force: bool) -> None:
             decode=decode if decode.prompts else None,
             sampled=sampled_answers(run, samplings),
         )
-        return {**asdict(result), "held_out_coverage": coverage}, {
-            "documents": len(documents),
-            "validation": len(validation),
+        best = Path(result.best_checkpoint)
+        outputs = {**asdict(result), "held_out_coverage": coverage, "weights_sha256": weights_sha256(best)}
+        places_and_times = ("best_checkpoint", "last_checkpoint", "seconds", "peak_memory")
+        made = {
+            **{key: value for key, value in outputs.items() if key not in places_and_times},
+            "checkpoint": best.name,
+            "speculator": file_sha256(best / SPECULATOR_FILE),
         }
+        return outputs, {"documents": len(documents), "validation": len(validation)}, made
 
-    make_stage(run, "train", inputs, force, work)
+    make_stage(run, "train", train_inputs, force, work)
 
 
 def tracked_config(run: Run, stage: Stage) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def tracked_config(run: Run, stage: Stage) -> dict[str, Any]:
     for name in DATA_STAGES:
         if is_finished(run.stage_directory(name)):  # online features leave none
             manifest = read_manifest(run.stage_directory(name))
-            shown = ("inputs_sha256", "counts", "versions", "git_revision", "finished_at")
+            shown = ("inputs_sha256", "outputs_sha256", "counts", "versions", "git_revision", "finished_at")
             manifests[name] = {key: manifest[key] for key in shown}
     return {"name": run.recipe.run.name, "recipe": recipe, "target": run.target_identity, "manifests": manifests}
 

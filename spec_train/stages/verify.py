@@ -6,34 +6,28 @@ from typing import Any
 
 from rich.console import Console
 
+from spec_train.data.documents import prompts_of
 from spec_train.errors import RunFailure
 from spec_train.manifest import Stage, atomic_write_json, read_manifest
 from spec_train.run import Run
-from spec_train.serving.contract import installed_vllm
 from spec_train.speculators import load_speculator
 from spec_train.stages.common import documents_of, make_stage
 from spec_train.stages.evaluate import best_checkpoint
+from spec_train.stages.inputs import verify_inputs
 
 
 def verify(run: Run, force: bool) -> None:
     """Make the stage where needed. Raises RunFailure where the export does not serve as it was trained."""
     recipe = run.recipe
-    inputs = {
-        "export": run.made_from("export"),
-        "responses": run.made_from("responses"),
-        "settings": recipe.export.model_dump(mode="json"),
-        "max_new_tokens": recipe.responses.max_new_tokens,
-        "vllm_version": installed_vllm() if recipe.export.vllm != "off" else None,
-    }
 
-    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
+    def work(stage: Stage) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         from spec_train.decoding.engine import speculative_decode
         from spec_train.decoding.sampling import Sampling
         from spec_train.serving.verify import comparison_dtype, local_folder, render_report, verify_exports
 
         section = recipe.export
         forms = read_manifest(run.directory / "export")["outputs"]["serve"]
-        prompts = [d.input_ids[: d.spans[0][0]] for d in (documents_of(run, "held_out") or documents_of(run, "train"))]
+        _, prompts = prompts_of(documents_of(run, "held_out") or documents_of(run, "train"))
         prompts = prompts[: section.verify_prompts]
         target = run.target(comparison_dtype(run.target_path))
         head = load_speculator(best_checkpoint(run), target).to(target.dtype)
@@ -56,6 +50,7 @@ def verify(run: Run, force: bool) -> None:
         problems = [problem for report in reports for problem in report.problems]
         if problems:
             raise RunFailure(f"verify: {problems[0]} ({len(problems)} problems, see {stage.directory / 'report.json'})")
-        return {"reports": [report.vllm_status for report in reports]}, {"prompts": len(prompts)}
+        status = {"reports": [report.vllm_status for report in reports]}
+        return status, {"prompts": len(prompts)}, status  # no stage comes after it
 
-    make_stage(run, "verify", inputs, force, work)
+    make_stage(run, "verify", verify_inputs, force, work)

@@ -132,16 +132,18 @@ def test_the_card_renders(run: Path, form: str) -> None:
     assert all(cells == width for cells, width in rows)
 
 
-def test_an_evaluation_of_another_training_is_left_out(run: Path) -> None:
-    manifest = run / "eval" / "manifest.json"
-    before = manifest.read_text()
+def test_an_evaluation_of_another_training_is_refused(run: Path) -> None:
+    """test_stale.py makes one by training anew."""
+    result = run / "eval" / "held_out-eagle3-k3-t0.json"
+    before = result.read_text()
     try:
-        atomic_write_json(manifest, {**json.loads(before), "inputs": {"train": "another"}})
-        facts = read_facts(run / "export" / "plain", "me/tiny-head", HUB)
+        atomic_write_json(result, {**json.loads(before), "weights_sha256": "0" * 64})
+        with pytest.raises(
+            UserError, match=r"held_out-eagle3-k3-t0\.json: its figures are not of the weights in .*plain"
+        ):
+            read_facts(run / "export" / "plain", "me/tiny-head", HUB)
     finally:
-        manifest.write_text(before)
-    assert facts.results == []
-    assert any("measured another training" in line for line in facts.unknown)
+        result.write_text(before)
 
 
 def test_only_the_hub_section_can_still_be_set(run: Path) -> None:

@@ -172,7 +172,7 @@ def test_captured_states_equal_a_pass_over_the_text(finished: Path) -> None:
     for document in documents_of(run, "train")[:5]:
         ids = torch.tensor([document.input_ids])
         states = target.features(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids), spec)
-        stored = reader.read(document.id)
+        stored = reader.read(document.id, document.input_ids)
         assert stored.aux_hidden is not None and stored.last_hidden is not None and stored.target_lse is not None
         assert states.aux_hidden is not None and states.last_hidden is not None
         assert torch.allclose(stored.aux_hidden, states.aux_hidden[0, :-1], atol=1e-4)
@@ -210,7 +210,12 @@ def run_all_until(recipe: Recipe, last: str) -> None:
 
 
 def test_online_and_offline_training_agree(finished: Path, tmp_path: Path) -> None:
-    """The same head comes out of stored float32 states and of states computed while training."""
+    """The same head comes out of stored float32 states and of states computed while training.
+
+    Answers that are decoded in batches and a pass over the text round states differently, by about 1e-6. AdamW divides
+    each gradient by its own size, so where a gradient is hardly more than rounding its weight may move by a share of
+    the learning rate, 3e-3: after these 12 steps by 1e-4 at most. States rounded to bfloat16 move one by 5e-3.
+    """
     online = load_recipe(finished, ["features.mode=online", f"run.output_dir={tmp_path / 'online'}"])
     run_all_until(online, "train")
     weights = [
@@ -218,7 +223,7 @@ def test_online_and_offline_training_agree(finished: Path, tmp_path: Path) -> No
         for d in (Path(load_recipe(finished).run.output_dir), tmp_path / "online")
     ]
     for name, value in weights[0].items():
-        assert torch.allclose(value.float(), weights[1][name].float(), atol=2e-3), name
+        torch.testing.assert_close(value.float(), weights[1][name].float(), atol=4e-4, rtol=0, msg=name)
 
 
 def test_a_checkpoint_and_its_exports_evaluate_alike(finished: Path) -> None:
@@ -262,7 +267,7 @@ def test_conversations_are_kept_and_counted(tmp_path: Path) -> None:
         tmp_path, responses={"mode": "keep"}, data={"held_out": 2}, train={"epochs": 1}, eval={"speed_prompts": 0}
     )
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_all(load_recipe(path), force=set())
+    run_all_until(load_recipe(path), "responses")  # test_stale.py goes the whole way with rows of the data's own
     manifest = read_manifest(tmp_path / "run" / "prompts")
     assert [manifest["counts"][split] for split in SPLITS] == [3, 1, 2]
     assert sum(manifest["counts"]["dropped"].values()) == 3

@@ -232,6 +232,6 @@ def test_features_of_another_length_are_refused_by_name() -> None:
 
 def test_add_features_reads_by_document_id() -> None:
     by_id = {document.id: stored(document) for document in documents()}
-    batch = add_features(build_batch(documents(), [[2, 1], [0]]), by_id.__getitem__)
+    batch = add_features(build_batch(documents(), [[2, 1], [0]]), lambda name, _: by_id[name])
     assert batch.target_lse_BT is not None
     assert batch.target_lse_BT.tolist() == [[-4, -4, -4, -4, -1, -2, -3], [-5, -6, -7, -8, -9, 0, 0]]

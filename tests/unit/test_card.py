@@ -18,6 +18,7 @@ from spec_train.serving.export import export
 from spec_train.serving.facts import public_recipe
 from spec_train.serving.publication import publication
 from spec_train.speculators import options_class, speculator_class
+from spec_train.speculators.head_files import weights_sha256
 from spec_train.target import TargetModel
 from tests.integration.test_run import write_recipe
 from tests.mtp_targets import mtp_target
@@ -143,7 +144,8 @@ def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Pat
         result("ngram", 3, 3),
         result("mlp", 3, 3),  # another speculator, whose figures are none of this card's
     ]
-    (tmp_path / "results.json").write_text(json.dumps(results))
+    weights = weights_sha256(where)
+    (tmp_path / "results.json").write_text(json.dumps([{**row, "weights_sha256": weights} for row in results]))
     card, files = card_of(where, results=tmp_path / "results.json")
     pivot = [line for line in card.splitlines() if line.startswith(("| suite | temperature", "| chat | 0 |", "| logs"))]
     assert pivot[:3] == [

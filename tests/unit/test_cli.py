@@ -14,6 +14,7 @@ import yaml
 
 from spec_train.cli import _repeat_options
 from spec_train.recipe import Recipe, known_keys
+from spec_train.serving.contract import CAPABILITIES, installed_vllm
 from spec_train.speculators import METHODS, options_class
 from tests.program import spec_train
 
@@ -150,7 +151,14 @@ def test_doctor_names_versions_devices_and_methods() -> None:
     assert {"versions", "cpu", "memory", "disk", "vllm", "hub"} <= set(lines)
     assert "torch 2" in lines["versions"]
     assert "offline" in lines["hub"]
-    assert "eagle3" in lines["vllm"] or "not installed" in lines["vllm"]
+    version = installed_vllm()
+    if version is None:
+        assert "vLLM is not installed" in lines["vllm"]
+    else:
+        minor = ".".join(version.split(".")[:2])
+        loaded = [name for name, row in CAPABILITIES.items() if minor in row.runners]
+        assert {"eagle3", "draft_lm"} <= set(loaded)
+        assert lines["vllm"].endswith(f"vLLM {version} loads {', '.join(loaded)}")
 
 
 def test_options_with_several_numbers() -> None:

@@ -35,7 +35,7 @@ def made(directory: Path, inputs: dict[str, object] = INPUTS) -> Stage:
 def test_a_finished_stage_is_current_for_equal_inputs_only(tmp_path: Path) -> None:
     stage = made(tmp_path / "run" / "train")
     assert not stage.is_current()
-    stage.finish({"steps": 7}, {"kept": 3, "dropped": {"too_long": 1}})
+    stage.finish({"steps": 7}, {"kept": 3, "dropped": {"too_long": 1}}, {"weights": "abc"})
     assert stage.is_current()
     stage.refuse_mismatch()
     assert Stage(stage.directory, "train", json.loads(json.dumps(INPUTS))).is_current()
@@ -44,7 +44,7 @@ def test_a_finished_stage_is_current_for_equal_inputs_only(tmp_path: Path) -> No
 
 def test_the_manifest_records_what_made_it(tmp_path: Path) -> None:
     stage = made(tmp_path / "train")
-    stage.finish({"steps": 7}, {"kept": 3, "dropped": {"too_long": 1}})
+    stage.finish({"steps": 7}, {"kept": 3, "dropped": {"too_long": 1}}, {"weights": "abc"})
     manifest = read_manifest(stage.directory)
     assert manifest["stage"] == "train"
     assert manifest["inputs"]["speculator"]["aux_layer_ids"] == [1, 2]
@@ -73,7 +73,7 @@ def test_other_inputs_are_refused_by_name(
 ) -> None:
     stage = made(tmp_path / "train")
     if finished:
-        stage.finish({}, {})
+        stage.finish({}, {}, {})
     with pytest.raises(UserError) as caught:
         Stage(stage.directory, "train", {**INPUTS, **change}).begin()
     message = str(caught.value)
@@ -96,7 +96,7 @@ def test_an_interrupted_stage_resumes_with_its_files(tmp_path: Path) -> None:
 
 def test_beginning_a_finished_stage_again_withdraws_its_manifest(tmp_path: Path) -> None:
     stage = made(tmp_path / "train")
-    stage.finish({}, {})
+    stage.finish({}, {}, {})
     stage.begin()
     assert not stage.is_current()
 
@@ -108,7 +108,7 @@ def test_a_kill_at_any_point_leaves_a_stage_that_begins_again(tmp_path: Path) ->
         "stage = Stage(Path(sys.argv[1]), 'train', {'x': 1})\n"
         "print('up', flush=True)\n"
         "while True:\n"
-        "    stage.begin(); (stage.directory / 'data').write_text('d'); stage.finish({}, {}); stage.discard()\n"
+        "    stage.begin(); (stage.directory / 'data').write_text('d'); stage.finish({}, {}, {}); stage.discard()\n"
     )
     directory = tmp_path / "train"
     for attempt in range(6):
@@ -137,7 +137,7 @@ def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_discard_removes_everything(tmp_path: Path) -> None:
     stage = made(tmp_path / "train")
-    stage.finish({}, {})
+    stage.finish({}, {}, {})
     stage.discard()
     assert list(tmp_path.iterdir()) == []
     Stage(stage.directory, "train", {"other": 1}).begin()
