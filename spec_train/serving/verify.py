@@ -220,9 +220,9 @@ def check_files(export_dir: Path, target_dir: Path, description: dict[str, Any],
         tensors = export_tensors(export_dir)
     except UserError as error:
         return [str(error)]
-    if description["method"] != "eagle3":
-        return contract.check_tensors(tensors)
     config = draft_config(export_dir, description)
+    if description["method"] != "eagle3":
+        return contract.check_tensors(tensors) or contract.check_ids(config, tensors)
     return check_eagle3(config, tensors) or check_target(config, _read_json(target_dir / "config.json"))
 
 

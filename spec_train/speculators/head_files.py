@@ -75,6 +75,14 @@ def export_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a training checkpoint. Raises UserError where there is no file of them, or a damaged one."""
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise UserError(f"{folder}: has no {file.name}; give the folder of a whole checkpoint")
+    return _file_tensors(file, None)
+
+
 def _file_tensors(file: Path, wanted: set[str] | None) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU; `wanted`: only those. Raises UserError."""
     import torch

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spec_train.data.draft_vocab import drafted_ids
 from spec_train.errors import UserError
 from spec_train.speculators.heads import DraftHeads, State, config_value, load_strictly
 
@@ -107,7 +108,9 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Me
         shared_head=bool(config.get("original_lm_head", False)),
     )
     ids = renamed.pop("token_map", torch.arange(shape.vocab_size))
-    renamed["d2t"] = ids - torch.arange(len(ids))
+    # Subtracted in its own dtype: what is not int64 must not look like it.
+    renamed["d2t"] = ids - torch.arange(len(ids), dtype=ids.dtype)
+    drafted_ids(renamed["d2t"], None, shape.vocab_size, "Medusa checkpoint: token_map as offsets")
     heads = MedusaHeads(shape, renamed["d2t"])
     load_strictly(heads, renamed, "Medusa")
     return heads.eval().requires_grad_(False)

@@ -29,7 +29,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +47,8 @@ from spec_train.speculators.base import (
 )
 from spec_train.speculators.chain_head import HeadState
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
+from spec_train.speculators.head_files import checkpoint_tensors
+from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import ttt_attention
 from spec_train.speculators.mtp_block import MtpBlock, MtpConfig, start_from_last_layer
 from spec_train.speculators.mtp_layouts import (
@@ -207,7 +208,7 @@ class Mtp(StartableSpeculator):
                 f"{(target.vocab_size, target.hidden_size, target.num_layers)}"
             )
         head = cls(config, torch.arange(config.vocab_size))
-        head.load_state_dict(load_file(checkpoint / "model.safetensors"))
+        load_strictly(head, checkpoint_tensors(checkpoint), str(checkpoint))
         head.to(target.device, target.dtype).borrow(target)
         return head.eval().requires_grad_(False)
 
