@@ -73,6 +73,11 @@ def d2t(ids: Tensor) -> Tensor:
     return ids.to(torch.int64) - torch.arange(len(ids), dtype=torch.int64, device=ids.device)
 
 
+def offsets(ids: Tensor) -> Tensor:
+    """What a file holds as target ids (Medusa's `token_map`) as offsets, in the file's own dtype, for `map_problem`."""
+    return ids - torch.arange(len(ids), dtype=ids.dtype, device=ids.device) if ids.ndim == 1 else ids
+
+
 def t2d(ids: Tensor, vocab_size_target: int) -> Tensor:
     """bool [V]: whether the draft can propose a target id."""
     mask = torch.zeros(vocab_size_target, dtype=torch.bool, device=ids.device)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spec_train.data.draft_vocab import map_problem, token_problem
+from spec_train.data.draft_vocab import map_problem, offsets, token_problem
 
 Format = Literal["plain", "speculators", "stitched"]
 VERSIONS = ("0.32", "0.33")
@@ -186,10 +186,8 @@ def check_ids(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[
     if vocab is None:
         return []
     problems = []
-    token_map = tensors.get("token_map")  # Medusa's: ids where the others have offsets
-    if token_map is not None:
-        absolute = token_map - torch.arange(len(token_map), dtype=token_map.dtype)
-        problems.append(map_problem(absolute, None, vocab))
+    if "token_map" in tensors:
+        problems.append(map_problem(offsets(tensors["token_map"]), None, vocab))
     if "d2t" in tensors:
         problems.append(map_problem(tensors["d2t"], tensors.get("t2d"), vocab))
     masks = [config[key] for key in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(key) is not None]

@@ -193,7 +193,8 @@ def _check_config(config: Mapping[str, Any]) -> list[str]:
             problems.append(f"rope_theta {config['rope_theta']} contradicts rope_parameters ({rope.get('rope_theta')})")
     if int(config.get("draft_vocab_size") or 0) > int(config.get("vocab_size") or 0):
         problems.append(f"draft_vocab_size {config['draft_vocab_size']} exceeds vocab_size {config['vocab_size']}")
-    if (mask := config.get("pard_token")) is not None and (problem := token_problem(mask, config["vocab_size"] or 0)):
+    mask, vocab = config.get("pard_token"), int(config.get("vocab_size") or 0)
+    if mask is not None and (problem := token_problem(mask, vocab)):
         problems.append(problem)
     return problems
 

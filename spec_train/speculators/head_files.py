@@ -126,7 +126,7 @@ def head_type(folder: Path, config: dict[str, Any], names: Iterable[str]) -> str
         return "medusa"
     if "MiMo" in architectures or any(name.startswith(("model.mtp_layers.", "mtp.")) for name in names):
         return "mtp"
-    if "fc.weight" in names:
+    if "fc.weight" in names or any(name.startswith("layers.0.") for name in names):  # a language model has a prefix
         return "eagle1"
     return "pard" if parallel else "draft_lm"
 

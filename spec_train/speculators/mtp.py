@@ -167,8 +167,8 @@ class Mtp(StartableSpeculator):
         geometry = head_geometry(layout, target)
         query, rows = tensors.get("self_attn.q_proj.weight"), geometry["num_attention_heads"] * geometry["head_dim"]
         form = {
-            "qkv_bias": "self_attn.q_proj.bias" in tensors,
-            "qk_norm": "self_attn.q_norm.weight" in tensors,
+            "qkv_bias": any(f"self_attn.{part}_proj.bias" in tensors for part in "qkv"),
+            "qk_norm": any(f"self_attn.{part}_norm.weight" in tensors for part in "qk"),
             "gated": query is not None and query.shape[0] == 2 * rows,
         }
         head = cls(mtp_config(layout, target, stitched=stitched, **form, **training), loss_ids_D)
