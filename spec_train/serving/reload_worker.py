@@ -44,8 +44,8 @@ def reload(export_dir: Path, target: TargetModel) -> dict[str, Any]:
         again = draft(speculator, golden, target.device)
         if again["draft_logits"].shape != golden["draft_logits"].shape:
             raise UserError(
-                f"{export_dir / GOLDEN_FILE}: holds draft logits of shape {list(golden['draft_logits'].shape)}, the head "
-                f"gives {list(again['draft_logits'].shape)}; export again"
+                f"{export_dir / GOLDEN_FILE}: holds draft logits of shape {list(golden['draft_logits'].shape)}, "
+                f"the head gives {list(again['draft_logits'].shape)}; export again"
             )
         result["largest"] = float(golden["draft_logits"].abs().max())
         result["max_difference"] = float((again["draft_logits"] - golden["draft_logits"]).abs().max())
