@@ -40,6 +40,7 @@ from spec_train.evaluation.evaluate import (
     ngram_contender,
     speculator_contender,
 )
+from spec_train.evaluation.report import markdown_row
 from spec_train.evaluation.turns import Suite
 from spec_train.manifest import atomic_write_json, atomic_write_text, canonical, json_sha256, read_manifest
 from spec_train.recipe import PositiveInt, Recipe, Section, load_recipe
@@ -345,7 +346,7 @@ def _tables(comparison: Comparison, rows: list[dict[str, Any]]) -> tuple[Table, 
     for line in cells:
         table.add_row(*line)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *cells]
-    return table, "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{CAPTION}\n"
+    return table, "\n".join(map(markdown_row, lines)) + f"\n\n{CAPTION}\n"
 
 
 CAPTION = (

@@ -141,6 +141,8 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    from spec_train.weights import load_whole
+
     fields = {name: field.contents() for name, field in gguf.GGUFReader(gguf_file).fields.items()}
     if fields.get("tokenizer.ggml.model") != "gpt2" or fields.get("tokenizer.ggml.pre") != _DIGITS_THEN_BYTES:
         kind = f"{fields.get('tokenizer.ggml.model')}/{fields.get('tokenizer.ggml.pre')}"
@@ -150,7 +152,9 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    loaded = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+    loaded = load_whole(
+        AutoModelForCausalLM, str(gguf_file.parent), str(gguf_file), gguf_file=gguf_file.name, dtype=torch.float32
+    )
     # Recent transformers mark the dequantised model as quantised and refuse to save it: copy it into a plain one.
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}

@@ -307,7 +307,8 @@ class ExportSection(Section):
 
 class HubSection(Section):
     """Where the result is published, and what its card says that no measurement knows. `base_model`: the target's id on
-    the Hub where the recipe names another place; `card_notes`: a Markdown file of one's own words."""
+    the Hub where the recipe names another place; `card_notes`: a Markdown file of one's own words;
+    `publish_system_prompt`: whether target.system_prompt is published in clear, or kept back."""
 
     repo_id: str | None = None
     private: bool = True
@@ -318,6 +319,7 @@ class HubSection(Section):
     language: list[str] = []
     tags: list[str] = []
     card_notes: str | None = None
+    publish_system_prompt: bool = False
 
     @model_validator(mode="after")
     def _named_license(self) -> Self:

@@ -48,9 +48,25 @@ for _tag, _pattern, _first in (
         _reader_or_writer.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 # Credentials never belong in a file that is saved beside every artefact. They are named in messages, never echoed.
-_SECRET = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\bgh[opsru]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bsk-[\w-]{16,}|://[^/\s:@]+:[^/\s@]+@"
+# What providers say their keys begin with; of keys that have no prefix (W&B's older ones, AWS's secret half), the name
+# that they are set by.
+_SECRETS = (
+    r"\bhf_[A-Za-z0-9]{16,}",  # Hugging Face
+    r"\bgh[opsru]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}",  # GitHub
+    r"\bgl(pat|dt|rt|ptt|cbt|soat|ft|imt|agent)-[\w-]{20,}",  # GitLab
+    r"\bsk-[\w-]{16,}|\b[sr]k_(live|test)_\w{16,}",  # OpenAI, Anthropic, OpenRouter; Stripe
+    r"\b(gsk_|xai-|pplx-|nvapi-|r8_|tvly-|npm_)[\w-]{20,}|\bpypi-AgEI[\w-]{20,}",  # Groq, xAI, NVIDIA and others
+    r"\b(AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b|(?i:aws_secret_access_key)\W{1,4}[A-Za-z0-9/+=]{40}",  # AWS
+    r"\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bGOCSPX-[\w-]{20,}",  # Google
+    r"(AccountKey|SharedAccessKey)=[A-Za-z0-9+/]{40,}|[?&]sig=[\w%+/-]{40,}",  # Azure storage and service bus
+    r"\b[\w~.-]{3}\dQ~[\w~.-]{31,}|\b[A-Za-z0-9]{52}JQQJ99[A-Za-z0-9]{26}",  # Azure client secrets, AI services
+    r"\bxox[abeoprs]-[\w-]{10,}|\bxapp-\d-[\w-]{10,}|hooks\.slack\.com/services/T\w+/B\w+/\w+",  # Slack
+    r"\bwandb_v\d+_[\w-]{16,}|(?i:wandb_api_key)\W{1,4}[0-9a-f]{40}",  # Weights & Biases
+    r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",  # JSON web tokens
+    r"-----BEGIN [A-Z ]*PRIVATE KEY",
+    r"://[^/\s:@]+:[^/\s@]+@",  # a password in a URL
 )
+_SECRET = re.compile("|".join(_SECRETS))
 
 
 def find_recipe(path: Path) -> Path:
@@ -123,7 +139,7 @@ def _child(node: Any, part: str, key: str) -> Any:
 
 
 def refuse_secrets(where: str, value: Any, key: str = "") -> None:
-    """Raise UserError where a string inside `value` looks like an access token or holds a password in a URL."""
+    """Raise UserError where a string inside `value` looks like an access token or key, or holds a password in a URL."""
     if isinstance(value, dict):
         for name, item in value.items():
             refuse_secrets(where, name, key)
@@ -133,7 +149,9 @@ def refuse_secrets(where: str, value: Any, key: str = "") -> None:
             refuse_secrets(where, item, f"{key}.{index}")
     elif isinstance(value, str) and _SECRET.search(value):
         place = f"{where}: {key}" if key else where
-        raise UserError(f"{place} looks like an access token; remove it and set HF_TOKEN in the environment instead")
+        raise UserError(
+            f"{place} looks like an access token or key; remove it: keys belong into the environment (HF_TOKEN)"
+        )
 
 
 def resolve_paths(fields: dict[str, Any], folder: Path, suites: Sequence[str]) -> None:

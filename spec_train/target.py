@@ -34,6 +34,7 @@ from spec_train.kv_cache import GROUPED_ATTENTION, SlotCache
 from spec_train.long_rope import SwitchCache, switch_of
 from spec_train.packed import pack_linears
 from spec_train.stop_ids import stop_token_ids
+from spec_train.weights import load_whole
 
 LSE_CHUNK = 512  # rows of full-vocabulary logits held at once
 _OWN_ATTENTION = ("gpt_oss", "bloom", "falcon")  # know no attention but those of Transformers, or need the scores
@@ -129,7 +130,8 @@ class TargetModel:
         device: torch.device | str = "cpu",
         attn_implementation: str | None = None,
     ) -> TargetModel:
-        """Load a checkpoint by folder or hub id. Raises UserError where it is not found or of an unsupported kind."""
+        """Load a checkpoint by folder or hub id. Raises UserError where it is not found, not whole (see `weights.py`)
+        or of an unsupported kind."""
         path = Path(name)
         if (name.startswith((".", "/", "~")) or path.exists()) and not (path.expanduser() / "config.json").is_file():
             raise UserError(
@@ -140,8 +142,13 @@ class TargetModel:
             config = AutoConfig.from_pretrained(name, revision=revision)
             attention = attn_implementation or attention_of(config)
             with understood(name, str(config.model_type), (OSError, ImportError)):
-                model = auto_class(config, name).from_pretrained(
-                    name, revision=revision, dtype=dtype, attn_implementation=attention, low_cpu_mem_usage=True
+                model = load_whole(
+                    auto_class(config, name),
+                    name,
+                    f"target.model {name}",
+                    revision=revision,
+                    dtype=dtype,
+                    attn_implementation=attention,
                 )
         except OSError as error:
             first = str(error).strip().splitlines()[0]

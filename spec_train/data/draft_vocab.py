@@ -73,11 +73,38 @@ def d2t(ids: Tensor) -> Tensor:
     return ids.to(torch.int64) - torch.arange(len(ids), dtype=torch.int64, device=ids.device)
 
 
+def offsets(ids: Tensor) -> Tensor:
+    """What a file holds as target ids (Medusa's `token_map`) as offsets, in the file's own dtype, for `map_problem`."""
+    return ids - torch.arange(len(ids), dtype=ids.dtype, device=ids.device) if ids.ndim == 1 else ids
+
+
 def t2d(ids: Tensor, vocab_size_target: int) -> Tensor:
     """bool [V]: whether the draft can propose a target id."""
     mask = torch.zeros(vocab_size_target, dtype=torch.bool, device=ids.device)
     mask[ids] = True
     return mask
+
+
+def drafted_ids(
+    d2t_D: Tensor | None, t2d_V: Tensor | None, vocab_size_target: int, where: str, size: int | None = None
+) -> Tensor:
+    """The target ids [D] that the map of a checkpoint or an export stands for. `size`: the D that its config names.
+    Raises UserError, begun with `where`, for a map that is not there or not sound (see `map_problem`)."""
+    if d2t_D is None:
+        raise UserError(f"{where}: d2t, which says what tokens the draft vocabulary holds, is missing")
+    problem = map_problem(d2t_D, t2d_V, vocab_size_target)
+    if problem is None and size is not None and len(d2t_D) != size:
+        problem = f"d2t maps {len(d2t_D)} tokens, the draft vocabulary has {size}"
+    if problem:
+        raise UserError(f"{where}: {problem}")
+    return d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)
+
+
+def token_problem(token: object, vocab_size_target: int) -> str | None:
+    """What is wrong with a token id that a config names, None where the target has it."""
+    if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size_target:
+        return None
+    return f"mask_token_id {token!r} is not an id of the target, which are whole numbers below {vocab_size_target}"
 
 
 def map_problem(d2t_D: Tensor, t2d_V: Tensor | None, vocab_size_target: int) -> str | None:

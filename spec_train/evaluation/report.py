@@ -43,11 +43,17 @@ def result_table(results: Sequence[dict[str, Any]], title: str | None = None) ->
     return table
 
 
+def markdown_row(cells: Sequence[str]) -> str:
+    """One row of a Markdown table. Names of suites, categories and runs are the user's own: what would end the cell or
+    the row, or begin a tag, is written so that it shows as it is; a line break becomes a blank."""
+    return "| " + " | ".join(" ".join(c.split()).replace("|", "\\|").replace("<", "&lt;") for c in cells) + " |"
+
+
 def result_markdown(results: Sequence[dict[str, Any]]) -> str:
     """The same table in Markdown, with a final newline."""
-    lines = ["| " + " | ".join(HEADER) + " |"]
+    lines = [markdown_row(HEADER)]
     lines.append("|" + "|".join("---" if column in ("suite", "speculator") else "---:" for column in HEADER) + "|")
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in _rows(results)]
+    lines += [markdown_row(row) for row in _rows(results)]
     return "\n".join(lines) + "\n"
 
 

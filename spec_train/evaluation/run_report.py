@@ -16,7 +16,7 @@ from typing import Any
 
 from spec_train.errors import UserError
 from spec_train.evaluation.plots import Curve, draw_all
-from spec_train.evaluation.report import ABSENT, CAPTION, result_markdown, table_rows
+from spec_train.evaluation.report import ABSENT, CAPTION, markdown_row, result_markdown, table_rows
 from spec_train.manifest import atomic_write_text, made_otherwise
 
 STYLE = """
@@ -175,9 +175,9 @@ def _training_rows(curves: Sequence[Curve]) -> tuple[tuple[str, ...], list[tuple
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |"]
+    lines = [markdown_row(header)]
     lines.append("|" + "|".join("---" if column in TEXT_COLUMNS else "---:" for column in header) + "|")
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += [markdown_row(row) for row in rows]
     return "\n".join(lines) + "\n"
 
 

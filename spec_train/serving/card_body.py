@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_train.assets import ASSET_PREFIX
 from spec_train.evaluation.metrics import explain_speed
-from spec_train.evaluation.report import CAPTION, length_cell, result_markdown
+from spec_train.evaluation.report import CAPTION, length_cell, markdown_row, result_markdown
 from spec_train.recipe_file import dump_yaml
 from spec_train.serving.card_limits import limits
 from spec_train.serving.contract import CAPABILITIES, VERSIONS, serve_command
@@ -188,8 +188,8 @@ def _pivot(results: Sequence[dict[str, Any]]) -> str:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for result in results:
         rows.setdefault((result["suite"], setting_name(result)), {})[draft_name(result)] = length_cell(result)
-    lines = [_row(["suite", "temperature", *columns]), "|---|---|" + "---:|" * len(columns)]
-    lines += [_row([*key, *(cells.get(name, "") for name in columns)]) for key, cells in rows.items()]
+    lines = [markdown_row(["suite", "temperature", *columns]), "|---|---|" + "---:|" * len(columns)]
+    lines += [markdown_row([*key, *(cells.get(name, "") for name in columns)]) for key, cells in rows.items()]
     return "\n".join(lines)
 
 
@@ -229,7 +229,11 @@ def _categories(facts: Facts) -> list[str]:
     ]
     if not rows:
         return []
-    table = [_row(["suite", "category", "prompts", f"τ, K={k}"]), "|---|---|---:|---:|", *map(_row, rows)]
+    table = [
+        markdown_row(["suite", "category", "prompts", f"τ, K={k}"]),
+        "|---|---|---:|---:|",
+        *map(markdown_row, rows),
+    ]
     return ["By category, at temperature 0:", "\n".join(table)]
 
 
@@ -265,12 +269,14 @@ def _data(facts: Facts) -> list[str]:
     sources = facts.recipe.get("data", {}).get("sources", [])
     if not sources:
         return []
-    lines = [_row(["source", "licence", "rows", "category"]), "|---|---|---|---|"]
+    lines = [markdown_row(["source", "licence", "rows", "category"]), "|---|---|---|---|"]
     for source in sources:
         rows = f"first {source['limit']:,}" if source.get("limit") else "all"
         weight = f", {source['weight']:g} times" if source.get("weight", 1) != 1 else ""
         lines.append(
-            _row([_source_name(source), source.get("license") or "not stated", rows + weight, source["category"] or ""])
+            markdown_row(
+                [_source_name(source), source.get("license") or "not stated", rows + weight, source["category"] or ""]
+            )
         )
     counts = facts.description["provenance"].get("data")
     found = ["\n".join(lines)]
@@ -330,7 +336,7 @@ def _provenance(facts: Facts) -> list[str]:
     ):
         if digest:
             rows[f"`{Path(source['path']).name}`"] = _hash(digest)
-    found = [_row([name, value]) for name, value in rows.items() if value]
+    found = [markdown_row([name, value]) for name, value in rows.items() if value]
     return ["\n".join(["| | |", "|---|---|", *found])] if found else []
 
 
@@ -355,6 +361,8 @@ def _reproduce(facts: Facts) -> list[str]:
     lines.append("```bash\nspec-train run recipe.yaml\n```")
     if files:
         lines.append(f"It expects beside it, and they are not published: {', '.join(f'`{name}`' for name in files)}.")
+    if facts.withheld:
+        lines.append("The recipe lacks target.system_prompt, which is not published; results differ without it.")
     return lines
 
 
@@ -366,7 +374,3 @@ def _references(facts: Facts) -> list[str]:
 
 def _model_link(name: str) -> str:
     return f"[{name}](https://huggingface.co/{name})"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"

@@ -23,7 +23,7 @@ def _training_limits(facts: Facts) -> list[str]:
     lines = []
     if facts.base_model and name != facts.base_model:
         lines.append(f"Trained and measured on {name}; acceptance with other weights was not measured.")
-    prompt = _system_prompt(target["system_prompt"])
+    prompt = "a system prompt that is not published" if facts.withheld else _system_prompt(target["system_prompt"])
     template = f"the template {Path(target['chat_template']).name}" if target["chat_template"] else "its chat template"
     kwargs = "".join(f", {key}={value!r}" for key, value in target["chat_template_kwargs"].items())
     lines.append(f"Trained with {template}{kwargs} and {prompt}; acceptance under others was not measured.")
@@ -44,9 +44,8 @@ def _training_limits(facts: Facts) -> list[str]:
 def _system_prompt(text: str | None) -> str:
     if not text:
         return "no system prompt"
-    return (
-        f"the system prompt `{text}`" if len(text) <= 120 and "\n" not in text else "the system prompt in recipe.yaml"
-    )
+    short = len(text) <= 120 and "\n" not in text and "`" not in text
+    return f"the system prompt `{text}`" if short else "the system prompt in recipe.yaml"
 
 
 def _measured_limits(facts: Facts) -> list[str]:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from spec_train.data.draft_vocab import map_problem, offsets, token_problem
+
 Format = Literal["plain", "speculators", "stitched"]
 VERSIONS = ("0.32", "0.33")
 
@@ -187,6 +189,22 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
         elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             problems.append(f"{name} holds values that are not finite")
     return problems
+
+
+def check_ids(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """What no export of any method may have among the tokens that its files name: a map between the vocabularies that
+    is not sound, or a mask token that the target lacks. `config`: config.json as it is served."""
+    vocab = (config.get("text_config") or config).get("vocab_size")
+    if vocab is None:
+        return []
+    problems = []
+    if "token_map" in tensors:
+        problems.append(map_problem(offsets(tensors["token_map"]), None, vocab))
+    if "d2t" in tensors:
+        problems.append(map_problem(tensors["d2t"], tensors.get("t2d"), vocab))
+    masks = [config[key] for key in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(key) is not None]
+    problems += [token_problem(token, vocab) for token in masks]
+    return [problem for problem in problems if problem]
 
 
 def cpu_head_dim_problem(config: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_train.data.draft_vocab import map_problem
+from spec_train.data.draft_vocab import map_problem, token_problem
 
 # The model type goes with the architecture: vLLM picks the class by the latter and the config by the former.
 EAGLE3_ARCHITECTURES = {
@@ -193,6 +193,9 @@ def _check_config(config: Mapping[str, Any]) -> list[str]:
             problems.append(f"rope_theta {config['rope_theta']} contradicts rope_parameters ({rope.get('rope_theta')})")
     if int(config.get("draft_vocab_size") or 0) > int(config.get("vocab_size") or 0):
         problems.append(f"draft_vocab_size {config['draft_vocab_size']} exceeds vocab_size {config['vocab_size']}")
+    mask, vocab = config.get("pard_token"), int(config.get("vocab_size") or 0)
+    if mask is not None and (problem := token_problem(mask, vocab)):
+        problems.append(problem)
     return problems
 
 

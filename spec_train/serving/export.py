@@ -29,6 +29,7 @@ import spec_train
 from spec_train.errors import UserError
 from spec_train.serving.contract import (
     Format,
+    check_ids,
     check_tensors,
     installed_vllm,
     is_cpu_build,
@@ -167,7 +168,7 @@ def check(checkpoint: ServingCheckpoint, config: dict[str, Any], directory: Path
             problems += check_speculators(config, checkpoint.config)
     if format != "stitched" and not config.get("architectures"):
         problems.append("config.json lacks architectures, by which vLLM picks the class")
-    return problems or check_tensors(checkpoint.tensors)
+    return problems or check_tensors(checkpoint.tensors) or check_ids(checkpoint.config, checkpoint.tensors)
 
 
 def readme(description: dict[str, Any], directory: Path) -> str:

@@ -27,6 +27,7 @@ from spec_train.serving.contract import path_problem
 from spec_train.serving.export import is_export, read_export
 from spec_train.speculators.head_files import weights_sha256
 
+SYSTEM_PROMPT = "target.system_prompt"
 BASELINES = ("ngram", "suffix", "assisted", "plain")
 # What is published of an evaluation result: figures, never what was said (the vLLM backend's results hold the outputs).
 RESULT_KEYS = (
@@ -60,6 +61,11 @@ class Facts:
     unknown: list[str]
 
     @property
+    def withheld(self) -> bool:
+        """Whether there is a system prompt that is not published."""
+        return SYSTEM_PROMPT in self.description["provenance"].get("withheld", [])
+
+    @property
     def own_results(self) -> list[dict[str, Any]]:
         """The results of the speculator itself."""
         return [result for result in self.results if result["type"] == self.description["type"]]
@@ -82,8 +88,11 @@ def read_facts(export_dir: Path, repo_id: str, overrides: Sequence[str] = (), re
         )
     served = base_model if local else stored["target_id"]
     description = public_description(stored, served or Path(stored["target_id"]).name)
+    withheld = not hub.publish_system_prompt and withhold_system_prompt(description)
     found, unknown = _read_results(export_dir, results, stored)
     verification = _read_verification(export_dir, stored["format"])
+    if withheld:
+        unknown.append("the system prompt, which is kept back: hub.publish_system_prompt=true publishes it")
     if verification is None:
         unknown.append("whether vLLM serves it: no finished verify stage lies beside the export")
     license_ = _license(hub, stored["target_id"])
@@ -144,6 +153,17 @@ def public_description(description: dict[str, Any], target: str) -> dict[str, An
     if _is_place(provenance.get("target", {}).get("name", "")):
         provenance["target"]["name"] = Path(provenance["target"]["name"]).name
     return description
+
+
+def withhold_system_prompt(description: dict[str, Any]) -> bool:
+    """Take the system prompt out of an export.json, in place, and note that it is not there; False where there is
+    none."""
+    target = description["provenance"].get("recipe", {}).get("target", {})
+    if not target.get("system_prompt"):
+        return False
+    del target["system_prompt"]
+    description["provenance"]["withheld"] = [SYSTEM_PROMPT]
+    return True
 
 
 def public_result(result: dict[str, Any], target: str) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 
@@ -21,7 +23,9 @@ from spec_train.serving.publication import CARD_FILE, files_of
 
 Files = Mapping[str, Path | bytes]  # path in the repository -> local file, or content
 
-_PATH = re.compile(r"(?<![\w.:/~-])/[\w.@+-]+/[\w.@+-]+")
+_PATH = re.compile(r"(?<![\w./~-])/[\w.@+-]+/[\w.@+-]+|(?<![\w./-])~[\w.-]*/[\w.@+-]+")
+# Of some machine, whether or not it is this one.
+_FILE_URL = re.compile(r"\bfile:/{1,3}(?:localhost/)?[\w.@+~-]+(?:/[\w.@+-]+)?|\b[A-Za-z]:\\{1,2}Users\\{1,2}[\w.@+-]+")
 _SYSTEM = ("bin", "dev", "etc", "lib", "proc", "sys", "usr")
 _TEXT = (".json", ".yaml", ".md", ".txt", ".jinja")
 
@@ -83,8 +87,10 @@ def check_public(files: Files, token: str = "") -> None:
         refuse_secrets(name, value)
         if name.startswith(("tokenizer", "vocab", "merges")):
             continue  # every word of a language is in there
-        if local := next((path for path in _PATH.findall(text) if _is_local(path)), None):
-            raise UserError(f"{name} names a path of this machine, {local}/...: export again, or take it out")
+        plain = unquote(text)
+        found = [*_FILE_URL.findall(plain), *(path for path in _PATH.findall(plain) if _is_local(path))]
+        if found:
+            raise UserError(f"{name} names a path of this machine, {found[0]}/...: export again, or take it out")
 
 
 def describe_plan(plan: PushPlan) -> str:
@@ -129,4 +135,5 @@ def _header(file: Path | bytes) -> bytes:
 
 def _is_local(path: str) -> bool:
     """Whether the first two parts of a path exist here. `/usr/bin` and its like say nothing."""
-    return Path(path).parts[1] not in _SYSTEM and Path(path).exists()
+    place = Path(os.path.expanduser(path))
+    return place.is_absolute() and place.parts[1] not in _SYSTEM and place.exists()

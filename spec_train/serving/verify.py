@@ -220,9 +220,9 @@ def check_files(export_dir: Path, target_dir: Path, description: dict[str, Any],
         tensors = export_tensors(export_dir)
     except UserError as error:
         return [str(error)]
-    if description["method"] != "eagle3":
-        return contract.check_tensors(tensors)
     config = draft_config(export_dir, description)
+    if description["method"] != "eagle3":
+        return contract.check_tensors(tensors) or contract.check_ids(config, tensors)
     return check_eagle3(config, tensors) or check_target(config, _read_json(target_dir / "config.json"))
 
 
@@ -263,6 +263,11 @@ def check_reload(
     """Load the export in a fresh process and draft its golden sample again."""
     job = {"export_dir": str(export_dir), "target_dir": str(target_dir), "dtype": dtype, "device": device}
     found = run_worker(RELOAD_WORKER, job, {}, timeout_s)
+    return judge_reload(found)
+
+
+def judge_reload(found: dict[str, Any]) -> ReloadReport:
+    """The report on what `reload_worker` found."""
     if "error" in found:
         return ReloadReport(0, None, None, [found["error"]])
     report = ReloadReport(found["tensors"], found["max_difference"], found["drafts_equal"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from spec_train.speculators.base import Speculator
     from spec_train.target import TargetModel
 
+logger = logging.getLogger(__name__)
 # type, as recipes, checkpoints and exports spell it: module and class. Imported when needed: torch is slow to load.
 METHODS: dict[str, tuple[str, str]] = {
     "eagle3": ("spec_train.speculators.eagle3", "Eagle3"),
@@ -91,6 +93,8 @@ def recorded_prompt(path: Path) -> dict[str, Any]:
         return prompt
     if (path / "export.json").is_file():
         provenance = read_json(path / "export.json").get("provenance", {})
+        if "target.system_prompt" in provenance.get("withheld", []):
+            logger.warning("%s: was trained with a system prompt that is not published; prompts go without it", path)
         section = provenance.get("recipe", {}).get("target", {})
         prompt = {key: section[key] for key in ("system_prompt", "chat_template_kwargs") if key in section}
         return {**prompt, "date": provenance["date"]} if "date" in provenance else prompt

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, FeatureSpec
@@ -48,6 +47,8 @@ from spec_train.speculators.draft_start import (
     start_outline,
     with_rows,
 )
+from spec_train.speculators.head_files import checkpoint_tensors
+from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.lora import inject_lora, merged
 from spec_train.speculators.losses import fused_head_loss, restricted_target_probs, sum_plogp
 from spec_train.speculators.on_policy import with_own_answers
@@ -183,11 +184,12 @@ class DraftLM(Speculator):
                 f"{checkpoint}: trained for a target of vocabulary {config.model['vocab_size']}; {target.name} has "
                 f"{target.vocab_size} and width {target.hidden_size}"
             )
-        tensors = load_file(checkpoint / "model.safetensors")
+        check_real_vocab_size(config.real_vocab_size, target, str(checkpoint))
+        tensors = checkpoint_tensors(checkpoint)
         if config.lora is not None:
-            tensors = merged(tensors, config.lora)
+            tensors = merged(tensors, config.lora, str(checkpoint))
         draft = cls(replace(config, lora=None), model, torch.arange(target.vocab_size))
-        draft.load_state_dict(tensors)
+        load_strictly(draft, tensors, str(checkpoint))
         draft.to(target.device, target.dtype).borrow(target)
         return draft.eval().requires_grad_(False)
 
@@ -342,7 +344,7 @@ class DraftLM(Speculator):
         """A plain Hugging Face checkpoint, with embedding and head whosever they are."""
         own: dict[str, Tensor] = self.decoder.state_dict()
         if self.config.lora is not None:
-            own = merged(own, self.config.lora)
+            own = merged(own, self.config.lora, "the draft")
         tensors = {f"{self._prefix}.{name}": value for name, value in own.items()}
         embedding = next(name for name, module in self.decoder.named_modules() if module is self.body.embedding)
         config, real = self.config.model, self.config.real_vocab_size
@@ -364,7 +366,8 @@ class DraftLM(Speculator):
                 "many (training from speculator.start_model pads them)"
             )
         plain = {**config, "tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
-        real = int(plain.pop(REAL_VOCAB_SIZE, target.vocab_size))
+        real = plain.pop(REAL_VOCAB_SIZE, target.vocab_size)
+        check_real_vocab_size(real, target, "draft model")
         rebuilt = DraftLMConfig(plain, real, borrows=False, train_embeddings=True)
         draft = cls(rebuilt, build_model(plain), torch.arange(target.vocab_size))
         names = {name: f"{draft._prefix}.{name.removeprefix('decoder.')}" for name in draft.state_dict()}
@@ -372,9 +375,17 @@ class DraftLM(Speculator):
         missing, unknown = sorted(set(names.values()) - set(tensors)), sorted(set(tensors) - set(names.values()))
         if missing or unknown:
             raise UserError(f"exported draft model: missing tensors {missing}, unknown tensors {unknown}")
-        draft.load_state_dict({name: tensors[exported] for name, exported in names.items()})
+        load_strictly(draft, {name: tensors[exported] for name, exported in names.items()}, "exported draft model")
         draft.borrow(target)
         return draft.eval().requires_grad_(False)
+
+
+def check_real_vocab_size(real: Any, target: TargetModel, where: str) -> None:
+    """Raises UserError, begun with `where`, unless a draft's ids below `real` are ids of the target."""
+    if not isinstance(real, int) or not 0 < real <= target.vocab_size:
+        raise UserError(
+            f"{where}: drafts ids below {real!r}, the target has {target.vocab_size}; export or train again"
+        )
 
 
 def next_token_weights(batch: Batch) -> Tensor:

@@ -23,6 +23,7 @@ from spec_train.recipe import PositiveInt, Section, SpeculatorOptions
 from spec_train.speculators.layers import MLP_WIDTHS, mlp_width
 from spec_train.speculators.losses import LossKind
 from spec_train.target import TargetModel, attention_of
+from spec_train.weights import load_whole
 
 
 class DraftShape(Section):
@@ -304,10 +305,10 @@ def shaped(target: TargetModel, shape: DraftShape) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ another model
 def start_from_model(name: str, target: TargetModel) -> Any:
     """A pretrained model, its embedding cut or padded to the target's rows. Raises UserError where it cannot be loaded
-    or speaks another vocabulary."""
+    whole or speaks another vocabulary."""
     try:
         config = model_config(AutoConfig.from_pretrained(name).get_text_config())
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, low_cpu_mem_usage=True)
+        model: Any = load_whole(AutoModelForCausalLM, name, f"speculator.start_model {name}", dtype=torch.float32)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
@@ -328,8 +329,13 @@ def start_from_model(name: str, target: TargetModel) -> Any:
     tied = source.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     config["tie_word_embeddings"] = tied
     fresh = build_model(config)
-    tensors = dict(model.state_dict())
-    for tensor_name, value in fresh.state_dict().items():
+    tensors, wanted = dict(model.state_dict()), fresh.state_dict()
+    if lost := sorted(wanted.keys() - tensors.keys()):
+        raise UserError(
+            f"speculator.start_model {name}: has no {lost[0]} (and {len(lost) - 1} more of its language model's "
+            "tensors); give a checkpoint of the language model alone"
+        )
+    for tensor_name, value in wanted.items():
         loaded = tensors[tensor_name]
         if loaded.shape != value.shape:  # embedding and head, by nothing but rows
             loaded = with_rows(loaded, value.shape[0], min(real, rows))

@@ -27,7 +27,6 @@ from typing import Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
@@ -37,6 +36,7 @@ from spec_train.recipe import NonNegative, PositiveInt, Probability
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
 from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, position_limit, served_geometry
 from spec_train.speculators.distillation import chain_loss, depth_weights, target_distributions
+from spec_train.speculators.head_files import checkpoint_tensors
 from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import DraftLayer, layer_geometry
 from spec_train.speculators.losses import LossKind
@@ -147,7 +147,7 @@ class Eagle1(ChainHead):
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
         head = cls(Eagle1Config(**saved))
-        load_strictly(head, load_file(checkpoint / "model.safetensors"), str(checkpoint))
+        load_strictly(head, checkpoint_tensors(checkpoint), str(checkpoint))
         return head._frozen(target, str(checkpoint)).to(target.device, target.dtype)
 
     def _frozen(self, target: TargetModel, where: str) -> Self:

@@ -25,17 +25,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_train.batch import Batch, Features, FeatureSpec
-from spec_train.data.draft_vocab import map_problem
+from spec_train.data.draft_vocab import drafted_ids
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability, SpeculatorOptions
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
 from spec_train.speculators.chain_head import ChainHead, LayerConfig, llama_tensors, position_limit, served_geometry
 from spec_train.speculators.distillation import chain_loss, depth_weights, target_distributions
-from spec_train.speculators.head_files import find_head, read_json
+from spec_train.speculators.head_files import checkpoint_tensors, find_head, read_json
 from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import DraftLayer, RMSNorm, layer_geometry
 from spec_train.speculators.losses import LossKind
@@ -220,12 +219,21 @@ class Eagle3(ChainHead):
     def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
         """The head of a training checkpoint, frozen, in the target's dtype and on its device."""
         config = cls.config_class(**{**saved, "aux_layer_ids": tuple(saved["aux_layer_ids"])})
-        tensors = load_file(checkpoint / "model.safetensors")
-        check_same_target(config, target, str(checkpoint))
-        head = cls(config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
+        tensors, where = checkpoint_tensors(checkpoint), str(checkpoint)
+        cls.check_fits(config, target, where)
+        head = cls(config, drafted_ids(tensors.get("d2t"), None, config.vocab_size, where, config.draft_vocab_size))
         load_strictly(head, tensors, str(checkpoint))
         head.to(target.device, target.dtype).borrow(target)
         return head.eval().requires_grad_(False)
+
+    @classmethod
+    def check_fits(cls, config: Any, target: TargetModel, where: str) -> None:
+        """Raises UserError, begun with `where`, for a head of a target of another size."""
+        if (config.vocab_size, config.target_hidden_size) != (target.vocab_size, target.hidden_size):
+            raise UserError(
+                f"{where}: trained for a target of vocabulary {config.vocab_size} and width "
+                f"{config.target_hidden_size}; {target.name} has {target.vocab_size} and {target.hidden_size}"
+            )
 
     def borrow(self, target: TargetModel) -> None:
         """Take the frozen embedding and output rows of the target (shared storage where dtype and device agree)."""
@@ -345,20 +353,18 @@ class Eagle3(ChainHead):
         Raises UserError for a missing, unknown or misshapen tensor, for a map between the vocabularies that engines
         would misread (absolute ids, or none beside a reduced vocabulary), and for a target of another size.
         """
-        head_config = cls.config_class(**cls._served_fields(config, target))
-        check_same_target(head_config, target, f"exported {cls.kind} head")
+        head_config, where = cls.config_class(**cls._served_fields(config, target)), f"exported {cls.kind} head"
+        cls.check_fits(head_config, target, where)
         renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
         t2d, d2t = renamed.pop("t2d", None), renamed.get("d2t")
         if d2t is None and head_config.draft_vocab_size != head_config.vocab_size:
             raise UserError(
-                f"exported {cls.kind} head: drafts from {head_config.draft_vocab_size} of {head_config.vocab_size} "
+                f"{where}: drafts from {head_config.draft_vocab_size} of {head_config.vocab_size} "
                 "tokens and has no d2t to say which; engines would take the first ones: use a file that holds it"
             )
         if d2t is None:
             d2t = renamed["d2t"] = torch.zeros(head_config.draft_vocab_size, dtype=torch.long)
-        if problem := map_problem(d2t, t2d, head_config.vocab_size):
-            raise UserError(f"exported {cls.kind} head: {problem}")
-        head = cls(head_config, d2t + torch.arange(len(d2t)))
+        head = cls(head_config, drafted_ids(d2t, t2d, head_config.vocab_size, where, head_config.draft_vocab_size))
         load_strictly(head, renamed, cls.kind)
         head.borrow(target)
         return head.eval().requires_grad_(False)
@@ -385,15 +391,6 @@ class Eagle3(ChainHead):
                 config.get("norm_before_residual", config.get("speculators_model_type") == "eagle3")
             ),
         }
-
-
-def check_same_target(config: Eagle3Config, target: TargetModel, where: str) -> None:
-    """Raises UserError for a head of a target of another size."""
-    if (config.vocab_size, config.target_hidden_size) != (target.vocab_size, target.hidden_size):
-        raise UserError(
-            f"{where}: trained for a target of vocabulary {config.vocab_size} and width {config.target_hidden_size}; "
-            f"{target.name} has {target.vocab_size} and {target.hidden_size}"
-        )
 
 
 def aux_layer_ids(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:

@@ -94,6 +94,14 @@ def export_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a training checkpoint. Raises UserError where there is no file of them, or a damaged one."""
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise UserError(f"{folder}: has no {file.name}; give the folder of a whole checkpoint")
+    return _file_tensors(file, None)
+
+
 def _file_tensors(file: Path, wanted: set[str] | None) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU; `wanted`: only those. Raises UserError."""
     import torch
@@ -137,7 +145,7 @@ def head_type(folder: Path, config: dict[str, Any], names: Iterable[str]) -> str
         return "medusa"
     if "MiMo" in architectures or any(name.startswith(("model.mtp_layers.", "mtp.")) for name in names):
         return "mtp"
-    if "fc.weight" in names:
+    if "fc.weight" in names or any(name.startswith("layers.0.") for name in names):  # a language model has a prefix
         return "eagle1"
     return "pard" if parallel else "draft_lm"
 

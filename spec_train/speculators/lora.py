@@ -31,8 +31,12 @@ def inject_lora(module: nn.Module, lora: dict[str, Any]) -> None:
         raise UserError(f"speculator.lora.target_modules {modules}: {first}") from None
 
 
-def merged(tensors: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a module with adapters as those of the plain module, under its own names."""
+def merged(tensors: dict[str, Tensor], lora: dict[str, Any], where: str) -> dict[str, Tensor]:
+    """The tensors of a module with adapters as those of the plain module, under its own names.
+
+    Raises UserError, begun with `where`, for an adapter without its layer, or one that is not whole or of another rank.
+    """
+    _check_adapters(tensors, int(lora["rank"]), where)
     out = {}
     for name, value in tensors.items():
         if ".lora_" in name:
@@ -43,3 +47,22 @@ def merged(tensors: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor
             value = (value.float() + lora["alpha"] / lora["rank"] * (up @ down)).to(value.dtype)
         out[name.replace(".base_layer.", ".")] = value
     return out
+
+
+def _check_adapters(tensors: dict[str, Tensor], rank: int, where: str) -> None:
+    ends = ".base_layer.weight"
+    shapes = {
+        f"{name.removesuffix(ends)}.lora_{part}.default.weight": (rank, weight.shape[1])
+        if part == "A"
+        else (weight.shape[0], rank)
+        for name, weight in tensors.items()
+        if name.endswith(ends)
+        for part in "AB"
+    }
+    given = {name: tuple(value.shape) for name, value in tensors.items() if ".lora_" in name}
+    wrong = sorted(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
+    if wrong:
+        raise UserError(
+            f"{where}: the adapter {wrong[0]} has shape {given.get(wrong[0])} and its layer asks for "
+            f"{shapes.get(wrong[0])} (None: there is none)"
+        )

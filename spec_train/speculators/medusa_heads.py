@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spec_train.data.draft_vocab import drafted_ids, offsets
 from spec_train.errors import UserError
 from spec_train.speculators.heads import DraftHeads, State, config_value, load_strictly
 
@@ -97,17 +98,19 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Me
         raise UserError("Medusa checkpoint: needs a tensor lm_heads.0.weight and num_heads in config.json")
     if "medusa_num_heads" in config:
         num_heads = max(int(num_heads), 1 + max(int(name.split(".")[1]) for name in renamed if HEAD.match(name)))
+    rows = config.get("vocab_size") or first.shape[0]
     shape = MedusaShape(
         # FasterDecoding's config names neither width nor vocabulary: the tensors do.
         hidden_size=int(config.get("hidden_size", first.shape[1])),
-        vocab_size=int(config_value(config, "vocab_size", "Medusa")) if "token_map" in renamed else int(first.shape[0]),
+        vocab_size=int(config_value(config, "vocab_size", "Medusa") if "token_map" in renamed else rows),
         num_heads=int(num_heads),
         num_layers=num_layers,
         bias=any(name.startswith("blocks.") and name.endswith(".bias") for name in renamed),
         shared_head=bool(config.get("original_lm_head", False)),
     )
     ids = renamed.pop("token_map", torch.arange(shape.vocab_size))
-    renamed["d2t"] = ids - torch.arange(len(ids))
+    renamed["d2t"] = offsets(ids)
+    drafted_ids(renamed["d2t"], None, shape.vocab_size, "Medusa checkpoint: token_map as offsets")
     heads = MedusaHeads(shape, renamed["d2t"])
     load_strictly(heads, renamed, "Medusa")
     return heads.eval().requires_grad_(False)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spec_train.data.draft_vocab import drafted_ids
 from spec_train.errors import UserError
 from spec_train.speculators.heads import DraftHeads, State, config_value, load_strictly
 
@@ -241,6 +242,7 @@ def heads_from_serving(config: dict[str, Any], tensors: dict[str, Tensor]) -> Ml
         if first is not value and not torch.equal(first, value):
             raise UserError(f"MLP speculator checkpoint: {name} differs from another copy of the same tied tensor")
     held.setdefault("d2t", torch.zeros(shape.vocab_size, dtype=torch.int64))
+    drafted_ids(held["d2t"], None, shape.vocab_size, "MLP speculator checkpoint")
     heads = make_heads(shape, held["d2t"])
     load_strictly(heads, held, "MLP speculator")
     return heads.eval().requires_grad_(False)

@@ -29,7 +29,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +47,8 @@ from spec_train.speculators.base import (
 )
 from spec_train.speculators.chain_head import HeadState
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
+from spec_train.speculators.head_files import checkpoint_tensors
+from spec_train.speculators.heads import load_strictly
 from spec_train.speculators.layers import ttt_attention
 from spec_train.speculators.mtp_block import MtpBlock, MtpConfig, start_from_last_layer
 from spec_train.speculators.mtp_layouts import (
@@ -166,8 +167,8 @@ class Mtp(StartableSpeculator):
         geometry = head_geometry(layout, target)
         query, rows = tensors.get("self_attn.q_proj.weight"), geometry["num_attention_heads"] * geometry["head_dim"]
         form = {
-            "qkv_bias": "self_attn.q_proj.bias" in tensors,
-            "qk_norm": "self_attn.q_norm.weight" in tensors,
+            "qkv_bias": any(f"self_attn.{part}_proj.bias" in tensors for part in "qkv"),
+            "qk_norm": any(f"self_attn.{part}_norm.weight" in tensors for part in "qk"),
             "gated": query is not None and query.shape[0] == 2 * rows,
         }
         head = cls(mtp_config(layout, target, stitched=stitched, **form, **training), loss_ids_D)
@@ -207,7 +208,7 @@ class Mtp(StartableSpeculator):
                 f"{(target.vocab_size, target.hidden_size, target.num_layers)}"
             )
         head = cls(config, torch.arange(config.vocab_size))
-        head.load_state_dict(load_file(checkpoint / "model.safetensors"))
+        load_strictly(head, checkpoint_tensors(checkpoint), str(checkpoint))
         head.to(target.device, target.dtype).borrow(target)
         return head.eval().requires_grad_(False)
 

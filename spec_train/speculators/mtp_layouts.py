@@ -143,6 +143,9 @@ def find_head(tensors: Mapping[str, Tensor], target: TargetModel, where: str) ->
     layers = target.num_layers
     count = count_layers(tensors, layers)
     layout = next((one for one in LAYOUTS.values() if served_name(one, "input_proj.weight", layers) in tensors), None)
+    if layout is None and count:
+        mixers = [served_name(one, "input_proj.weight", layers) for one in LAYOUTS.values()]
+        raise UserError(f"{where} holds an MTP layer without what it begins with, one of {', '.join(mixers)}")
     if layout is None or count == 0:
         raise UserError(
             f"{where} holds no MTP layer (model.mtp_layers.0.*, mtp.*, model.layers.{layers}.eh_proj); "

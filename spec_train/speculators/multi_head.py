@@ -21,15 +21,16 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_train.batch import Batch, FeatureSpec
+from spec_train.data.draft_vocab import drafted_ids
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability
 from spec_train.speculators.base import GREEDY, Committed, LossOutput, ResponseHits
 from spec_train.speculators.distillation import chain_hits, chain_loss, depth_weights, target_distributions
+from spec_train.speculators.head_files import checkpoint_tensors
 from spec_train.speculators.heads import DraftHeads, State, check_depth, load_strictly
 from spec_train.speculators.start import StartableSpeculator, StartOptions
 from spec_train.speculators.supervision import Queries, supervised_queries
@@ -145,10 +146,11 @@ class MultiHead(StartableSpeculator):
 
     @classmethod
     def _checkpoint_heads(cls, checkpoint: Path, saved: dict[str, Any]) -> DraftHeads:
-        tensors = load_file(checkpoint / "model.safetensors")
-        held = {name.removeprefix("heads."): value for name, value in tensors.items()}
-        heads = cls.make_heads(cls.shape_class(**saved["shape"]), held["d2t"])
-        load_strictly(heads, held, str(checkpoint))
+        held = {name.removeprefix("heads."): value for name, value in checkpoint_tensors(checkpoint).items()}
+        shape, where = cls.shape_class(**saved["shape"]), str(checkpoint)
+        drafted_ids(held.get("d2t"), None, shape.vocab_size, where, saved["draft_vocab_size"])
+        heads = cls.make_heads(shape, held["d2t"])
+        load_strictly(heads, held, where)
         return heads
 
     def head_options(self) -> dict[str, Any]:

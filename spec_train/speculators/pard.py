@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from spec_train.batch import Batch
+from spec_train.data.draft_vocab import token_problem
 from spec_train.decoding.sampling import Sampling
 from spec_train.errors import UserError
 from spec_train.kv_cache import SlotCache
@@ -144,6 +145,13 @@ class Pard(DraftLM):
             draft.mask_embedding.copy_(mean_H)
         draft.borrow(target)
         return draft
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path, saved: dict[str, Any], target: TargetModel) -> Self:
+        """See `Speculator.from_checkpoint`."""
+        if problem := token_problem(saved.get("mask_token_id"), target.vocab_size):
+            raise UserError(f"{checkpoint}: {problem}")
+        return super().from_checkpoint(checkpoint, saved, target)
 
     # ------------------------------------------------------------------ training pass
     def depth_states(self, batch: Batch, queries: Queries, depths: int) -> Iterator[Tensor]:
@@ -302,14 +310,16 @@ class Pard(DraftLM):
         config names no mask token."""
         names = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks
         ids = [config[name] for name in names if config.get(name) is not None]
-        if not ids or not 0 <= int(ids[0]) < target.vocab_size:
-            raise UserError(f"exported pard draft: config.json needs pard_token below {target.vocab_size}, got {ids}")
+        if not ids:
+            raise UserError("exported pard draft: config.json names no pard_token (or mask_token_id, ptd_token_id)")
+        if problem := token_problem(ids[0], target.vocab_size):
+            raise UserError(f"exported pard draft: {problem}")
         model_config = {name: value for name, value in config.items() if name not in names}
         plain = DraftLM.from_serving(model_config, tensors, target)
         fields_of_plain = _plain_fields(asdict(plain.config))
-        draft = cls(PardConfig(**fields_of_plain, mask_token_id=int(ids[0])), plain.body.model, plain.loss_ids_D)
+        draft = cls(PardConfig(**fields_of_plain, mask_token_id=ids[0]), plain.body.model, plain.loss_ids_D)
         with torch.no_grad():
-            draft.mask_embedding.copy_(plain.body.embedding.weight[int(ids[0])])
+            draft.mask_embedding.copy_(plain.body.embedding.weight[ids[0]])
         draft.borrow(target)
         return draft.eval().requires_grad_(False)
 

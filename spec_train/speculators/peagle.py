@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from spec_train.batch import Batch
+from spec_train.data.draft_vocab import token_problem
 from spec_train.errors import UserError
 from spec_train.recipe import PositiveInt, Probability
 from spec_train.speculators.base import LossOutput, ServingCheckpoint
@@ -84,6 +85,13 @@ class PEagle(Eagle3):
         with torch.no_grad():  # not zero, where the gradient of a norm is without bounds
             nn.init.normal_(head.mask_hidden, std=0.25, generator=torch.Generator().manual_seed(seed))
         return head
+
+    @classmethod
+    def check_fits(cls, config: Any, target: TargetModel, where: str) -> None:
+        """See `Eagle3.check_fits`; the mask token must be one of the target's."""
+        super().check_fits(config, target, where)
+        if problem := token_problem(config.mask_token_id, target.vocab_size):
+            raise UserError(f"{where}: {problem}")
 
     def head_options(self) -> dict[str, Any]:
         """See `StartableSpeculator.head_options`."""
@@ -173,7 +181,7 @@ class PEagle(Eagle3):
         ids = [config[key] for key in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(key) is not None]
         if not ids:
             raise UserError("exported peagle head: config.json names no mask_token_id (or pard_token, ptd_token_id)")
-        return {**super()._served_fields(config, target), "mask_token_id": int(ids[0])}
+        return {**super()._served_fields(config, target), "mask_token_id": ids[0]}
 
 
 def mask_token_id(chosen: int | None, target: TargetModel, draft_ids_D: Tensor) -> int:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
-from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_train.errors import UserError
 from spec_train.recipe import SpeculatorOptions
 from spec_train.speculators import read_speculator
 from spec_train.speculators.base import Speculator
-from spec_train.speculators.head_files import find_head
+from spec_train.speculators.head_files import checkpoint_tensors, find_head
 from spec_train.speculators.heads import load_strictly
 from spec_train.target import TargetModel
 
@@ -99,7 +98,7 @@ def start_head(options: Any, target: TargetModel, loss_ids_D: Tensor) -> Startab
             )
     continued = head.continued(options, loss_ids_D)
     if is_checkpoint(folder):  # it was read in the target's dtype, and is kept in float32
-        load_strictly(continued, load_file(folder / "model.safetensors"), str(folder))
+        load_strictly(continued, checkpoint_tensors(folder), str(folder))
     return continued
 
 

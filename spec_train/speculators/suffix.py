@@ -215,6 +215,7 @@ class Request:
     tree: SuffixTree
     local: Sequence
     shared: Sequence | None
+    prompt_length: int
     pending: list[int] = field(default_factory=list)
 
 
@@ -272,8 +273,8 @@ class SuffixProposer(Proposer):
         for token in prompt:
             tree.append(local, token)
         if not self.max_cached_requests:
-            return Request(tree, local, None)
-        request = Request(tree, local, Sequence())
+            return Request(tree, local, None, len(prompt))
+        request = Request(tree, local, Sequence(), len(prompt))
         self.cached.append(request)
         if len(self.cached) > self.max_cached_requests:
             oldest = self.cached.pop(0)
@@ -289,8 +290,10 @@ class SuffixProposer(Proposer):
             state.requests, token_BS, position_BS, committed.count_B.tolist(), strict=True
         ):
             known = len(request.local.tokens) + len(request.pending)
-            # The first commit repeats the prompt. A finished row that rides along writes where it wrote before.
-            if positions[count - 1] + 1 >= known >= positions[0] + 1:
+            # The first commit repeats the prompt; each later one goes on where the last one ended. A finished row that
+            # rides along writes again where it wrote before, and what it writes is nobody's text.
+            first = positions[0] == 0 and known == request.prompt_length
+            if first or positions[0] + 1 == known:
                 request.pending += tokens[known - positions[0] - 1 : count]
         state.device = committed.token_BS.device
 

@@ -242,4 +242,9 @@ def load_weights(module: nn.Module, checkpoint: Path) -> None:
                 f"{path}: {name} has shape {tuple(tensor.shape)}, the speculator needs {tuple(own[name].shape)}; "
                 "it belongs to another configuration"
             )
+        if not tensor.is_floating_point() and not torch.equal(tensor, own[name].cpu()):
+            raise UserError(
+                f"{path}: {name} maps to other tokens than the run's own draft vocabulary; it belongs to another run, "
+                "or is damaged"
+            )
     module.load_state_dict(tensors)

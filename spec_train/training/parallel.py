@@ -114,6 +114,13 @@ def backward(accelerator: Accelerator, model: Any, loss: Tensor, last: bool) -> 
         accelerator.backward(loss)
 
 
+def undone(accelerator: Accelerator) -> str:
+    """What became of a step whose loss is found not to be finite once `backward` is through, in words."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "no checkpoint holds this step"
+    return "this step was not taken or saved"
+
+
 def synchronised_only(accelerator: Accelerator, model: Any, last: bool) -> Any:
     """A context for forward and backward of a micro-batch: processes exchange gradients in the `last` one only."""
     return nullcontext() if last else accelerator.no_sync(model)

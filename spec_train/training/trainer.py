@@ -311,7 +311,7 @@ class _Run:
         return batch.to(self.accelerator.device)
 
     def _stop_if_not_finite(self, step: int, norm: Tensor, losses: Tensor, mine: list[Rows]) -> None:
-        """Every process stops together, before the optimiser touches the weights (N01)."""
+        """Every process stops together, before the optimiser touches the weights (N01); DeepSpeed's own has stepped."""
         bad = (~torch.isfinite(norm)) | (~torch.isfinite(losses)).any()
         if not bool(self.accelerator.reduce(bad.float(), "sum") > 0):
             return
@@ -323,7 +323,7 @@ class _Run:
         where = f"documents {', '.join(named)}" if named else "the gradients, though every loss is finite"
         raise NonFiniteError(
             f"step {step + 1}: loss or gradient is not finite (gradient norm {float(norm)}) because of {where}; "
-            "this step was not taken or saved. Look at these documents, or lower optim.lr"
+            f"{parallel.undone(self.accelerator)}. Look at these documents, or lower optim.lr"
         )
 
     def _suspects(self, rows: Rows) -> list[str]:

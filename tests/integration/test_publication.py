@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
@@ -17,6 +18,7 @@ from spec_train.pipeline import run_all
 from spec_train.recipe import load_recipe
 from spec_train.serving.facts import read_facts
 from spec_train.serving.publication import publication
+from spec_train.speculators import recorded_prompt
 from tests.integration.test_run import write_recipe
 
 HUB = ["hub.base_model=someone/tiny-llama", "hub.license=mit", "hub.tags=[tiny]", "hub.language=[en]"]
@@ -101,16 +103,30 @@ def test_the_card_says_what_the_hub_indexes_and_what_a_reader_needs(run: Path) -
     low, high = result["mean_acceptance_length_ci95"]
     row = next(line for line in text.splitlines() if line.startswith("| held_out | 0 |"))
     assert row.endswith(f"| {result['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) |")
-    for fact in (
-        "A word of my own.",
-        "CC0-1.0",
-        "19 to train on, 1 to choose",
-        "`Be brief.`",
-    ):
+    for fact in ("A word of my own.", "CC0-1.0", "19 to train on, 1 to choose"):
         assert fact in text
     assert "8 of 8 outputs were token for token" in text  # greedy, at both K
     assert "None of the 4 prompts of held_out is in the training data." in text
     assert "Not run in vLLM before it was published" in text
+
+
+def test_the_system_prompt_is_published_only_where_the_recipe_says_so(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_back = published(run, "plain")
+    assert not [name for name, text in kept_back.items() if "Be brief." in text]
+    assert "a system prompt that is not published" in kept_back["README.md"]
+    assert "lacks target.system_prompt" in kept_back["README.md"]
+    assert any(
+        "hub.publish_system_prompt=true" in line for line in read_facts(run / "export" / "plain", "me/h", HUB).unknown
+    )
+    (tmp_path / "export.json").write_text(kept_back["export.json"])
+    assert "system_prompt" not in recorded_prompt(tmp_path)
+    assert "a system prompt that is not published" in caplog.text  # whoever measures it is told
+    shown = published(run, "plain", [*HUB, "hub.publish_system_prompt=true"])
+    assert "the system prompt `Be brief.`" in shown["README.md"]
+    assert yaml.safe_load(shown["recipe.yaml"])["target"]["system_prompt"] == "Be brief."
+    assert recorded_prompt(run / "export" / "plain")["system_prompt"] == "Be brief."  # here nothing is kept back
 
 
 @pytest.mark.parametrize("form", ["plain", "speculators"])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from huggingface_hub import constants, snapshot_download
@@ -415,12 +416,37 @@ def test_no_token_and_bad_names(
         ("recipe.yaml", f"hub: {{token: {TOKEN}}}", r"recipe.yaml: hub.token looks like an access token"),
         ("README.md", f"words\n{TOKEN}\n", r"README.md: line 2 looks like an access token"),
         ("config.json", json.dumps({"a": "HERE/model"}), r"config.json names a path of this machine, /.*/.*/\.\.\."),
+        ("config.json", json.dumps({"a": "path:HERE/model"}), r"config.json names a path of this machine, /.*/.*/"),
+        ("README.md", "[x](file://HERE/model)", r"README.md names a path of this machine, file:///"),
+        ("README.md", "file:///srv/of/another", r"README.md names a path of this machine, file:///srv/of/"),
+        ("README.md", "file://localhost/srv/of/another", r"README.md names a path of this machine, file://localhost"),
+        ("recipe.yaml", "a: file:/srv/of/another", r"recipe.yaml names a path of this machine, file:/srv/of/"),
+        ("recipe.yaml", "a: 'C:\\Users\\me\\model'", r"recipe.yaml names a path of this machine, C:\\Users\\me"),
+        ("config.json", json.dumps({"a": "C:\\Users\\me"}), r"config.json names a path of this machine, C:"),
+        ("README.md", "in ~/HOMEDIR/x", r"README.md names a path of this machine, ~/HOMEDIR/"),
+        ("README.md", "QUOTED%2Fmodel", r"README.md names a path of this machine, /.*/.*/"),
     ],
 )
-def test_what_must_not_be_published(files: Files, tmp_path: Path, name: str, text: str, line: str) -> None:
+def test_what_must_not_be_published(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, line: str
+) -> None:
+    (tmp_path / "HOMEDIR").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = text.replace("QUOTED", quote(str(tmp_path), safe="")).replace("HERE", str(tmp_path))
     with pytest.raises(UserError, match=line) as error:
-        check_public({**files, name: text.replace("HERE", str(tmp_path)).encode()})
+        check_public({**files, name: text.encode()})
     assert TOKEN not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://huggingface.co/home/x and https://example.com/tmp/a",
+        "see /usr/bin/env, and/or; 3~4/5; a profile:/a/b that is not there; ~nobody-of-that-name/x",
+    ],
+)
+def test_what_is_no_path_of_this_machine_may_be_published(files: Files, text: str) -> None:
+    check_public({**files, "README.md": text.encode()})
 
 
 def test_the_token_itself_is_looked_for(files: Files) -> None:

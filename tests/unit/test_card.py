@@ -59,7 +59,7 @@ def exported(kind: str, folder: Path, **changes: Any) -> Path:
 def result(kind: str, k: int, accepted: int, suite: str = "chat", **changes: Any) -> dict[str, Any]:
     """A result in which every round accepts `accepted` drafts."""
     rounds = [Cycle([1] * k, accepted, accepted, accepted + 1)] * 2
-    requests = [RequestTrace(f"{c}{i}", [1], [0] * 5, rounds, category=c) for c in ("a", "b|c") for i in range(2)]
+    requests = [RequestTrace(f"{c}{i}", [1], [0] * 5, rounds, category=c) for c in ("a", "b|\nc") for i in range(2)]
     return {**result_of(requests, kind, k, suite), **changes}
 
 
@@ -154,7 +154,7 @@ def test_tables_of_several_suites_and_what_speaks_against_the_head(tmp_path: Pat
         "| logs | 0 |  | 2.00 (2.00-2.00) |",
     ]
     assert "| chat | 0, in vLLM with 8 at a time |  | 1.00 (1.00-1.00) |" in card
-    assert "| chat | b\\|c | 2 | 3.00 (3.00-3.00) |" in card
+    assert "| chat | b\\| c | 2 | 3.00 (3.00-3.00) |" in card
     assert "2 of the 4 prompts of chat are in the training data (1 exact, 1 near)" in card
     assert "Slower than plain decoding on the machine above: chat K=3 temperature 0 (0.50x)." in card
     assert "ngram with K=3 gave 4.00 tokens a pass on chat at temperature 0, this speculator 3.00 at best." in card

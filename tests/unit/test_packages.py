@@ -86,8 +86,9 @@ def test_member_stays_inside_the_archive(member: str) -> None:
         package_file("tiny-prompts==1.0", member)
 
 
-def tiny_gguf(path: Path, pre: str) -> np.ndarray:
-    """A one-layer llama of width 32 with a byte-level vocabulary, as llama.cpp's converter would write it."""
+def tiny_gguf(path: Path, pre: str, without: str = "") -> np.ndarray:
+    """A one-layer llama of width 32 with a byte-level vocabulary, as llama.cpp's converter would write it. `without`:
+    a tensor that is left out."""
     gguf = pytest.importorskip("gguf")
     tokenizer = tiny_tokenizer()
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -120,7 +121,8 @@ def tiny_gguf(path: Path, pre: str) -> np.ndarray:
     }  # fmt: skip
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
-        writer.add_tensor(f"{name}.weight", tensor)
+        if name != without:
+            writer.add_tensor(f"{name}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -148,6 +150,14 @@ def test_gguf_member_becomes_a_checkpoint(index: Path, tmp_path: Path) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert target_from_package("tiny-prompts==1.0", "tiny_prompts/m.gguf") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_gguf_file_that_is_not_whole_is_refused(index: Path, tmp_path: Path) -> None:
+    tiny_gguf(tmp_path / "m.gguf", "smollm", without="blk.0.ffn_down")
+    write_wheel(index, {"tiny_prompts/m.gguf": (tmp_path / "m.gguf").read_bytes()})
+    with pytest.raises(UserError, match=r"m\.gguf: the checkpoint lacks model\.layers\.0\.mlp\.down_proj\.weight"):
+        target_from_package("tiny-prompts==1.0", "tiny_prompts/m.gguf")
+    assert not list((tmp_path / "cache" / "targets").iterdir())
 
 
 def test_gguf_tokenizers_that_were_not_verified_are_refused(index: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from spec_train.comparison import load_comparison
 from spec_train.errors import UserError
 from spec_train.recipe import Recipe, dump_recipe, known_keys, load_recipe, recipe_hash
+from spec_train.recipe_file import refuse_secrets
 from spec_train.speculators import METHODS, options_class
 from spec_train.speculators.eagle3 import Eagle3Options
 
@@ -200,6 +201,57 @@ def test_a_token_is_refused_and_never_echoed(recipe_file: Path, secret: str, pla
     message = refusal(recipe_file)
     assert secret not in message
     assert "looks like an access token" in message
+
+
+SECRETS = {  # put together here, so that nothing that looks like a key stands in a file
+    "Hugging Face": ["hf", "_" + "aB3" * 11],
+    "GitHub": ["ghp", "_" + "aB3" * 12],
+    "GitHub, fine-grained": ["github", "_pat_" + "aB3" * 12],
+    "GitLab": ["glpat", "-" + "aB3-" * 5],
+    "OpenAI": ["sk", "-proj-" + "aB3_" * 12],
+    "Anthropic": ["sk", "-ant-api03-" + "aB3-" * 12],
+    "Stripe": ["sk", "_live_" + "aB3" * 8],
+    "AWS": ["AK", "IA" + "ABCDEFGH12345678"],
+    "AWS, the secret half": ["aws_secret_access", '_key = "' + "aB3/+" * 8 + '"'],
+    "Google": ["AI", "za" + "aB3_-" * 7],
+    "Azure storage": ["Account", "Key=" + "aB3+/" * 17 + "A=="],
+    "Azure, a shared link": ["https://x.blob.core.windows.net/a?sv=1&s", "ig=" + "aB3%2F" * 8],
+    "Azure, a client secret": ["aB3", "8Q~" + "aB3~." * 7],
+    "Slack": ["xo", "xb-123456789012-" + "aB3" * 8],
+    "Slack, a hook": ["https://hooks.slack", ".com/services/T0AB/B0AB/aB3aB3"],
+    "W&B": ["wandb", "_v1_" + "aB3" * 12],
+    "W&B, older": ["WANDB_API", "_KEY=" + "0123456789abcdef" * 2 + "01234567"],
+    "NVIDIA": ["nv", "api-" + "aB3_" * 16],
+    "Groq": ["gs", "k_" + "aB3" * 12],
+    "a web token": ["ey", "J" + "hbGciOiJIUzI1" + ".eyJzdWIiOiIxMjM0" + ".aB3aB3aB3aB3"],
+    "a private key": ["-----BEGIN RSA ", "PRIVATE KEY-----"],
+    "a password in a URL": ["https://me", ":pa55word@host/file"],
+}
+
+
+@pytest.mark.parametrize("parts", SECRETS.values(), ids=list(SECRETS))
+def test_keys_of_other_providers_are_known(parts: list[str]) -> None:
+    secret = "".join(parts)
+    for text in (secret, f"before {secret} behind", f"x={secret}"):
+        with pytest.raises(UserError, match=r"notes: a\.0 looks like an access token") as refused:
+            refuse_secrets("notes", {"a": [text]})
+        assert secret not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0123456789abcdef" * 4,  # a digest
+        "0123456789abcdef01234567" + "89abcdef01234567",  # a revision
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "https://huggingface.co/org/model/resolve/main/a.json?download=true",
+        "the task-specific-and-rather-long-name of a run",
+        "me@host.example",
+        "-----BEGIN CERTIFICATE-----",
+    ],
+)
+def test_what_is_no_key_passes(text: str) -> None:
+    refuse_secrets("notes", text)
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from spec_train.decoding.sampling import Sampling
 from spec_train.decoding.trace import Cycle, DecodeTrace, RequestTrace, Timings
 from spec_train.evaluation.metrics import summarise
-from spec_train.evaluation.report import result_markdown, result_name, result_table, write_results
+from spec_train.evaluation.report import markdown_row, result_markdown, result_name, result_table, write_results
 
 
 def result(method="eagle3", k=3, temperature=0.0, suite="gsm8k", speedup=2.0, drafts="greedy", rule="standard"):
@@ -54,6 +54,17 @@ def test_markdown_holds_every_figure_under_its_heading():
     }
     assert plain == ["gsm8k", "plain", "-", "0", "1.00", "-", "-", "-", "-", "20.0", "1.00x"]
     assert dict(zip(header, ngram, strict=True))["speed-up"] == "-"
+
+
+def test_what_a_user_named_stays_in_its_cell():
+    """Line breaks of every kind, pipes and tags in the names of suites, categories and runs."""
+    assert markdown_row(["a|b\nc", "d\r\n\r\ne", "<b>f</b>", " g\u2028h\x0b "]) == (
+        "| a\\|b c | d e | &lt;b>f&lt;/b> | g h |"
+    )
+    lines = result_markdown([result(suite="my\nown|suite<br>")]).strip().split("\n")
+    assert len(lines) == 4
+    assert {line.replace("\\|", "").count("|") for line in lines} == {lines[0].count("|")}
+    assert "my own\\|suite&lt;br>" in lines[-1]
 
 
 def test_a_sampled_result_claims_no_equality():

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spec_train.decoding.engine import plain_decode, speculative_decode
 from spec_train.decoding.sampling import Sampling
@@ -73,6 +74,7 @@ def test_a_request_drafts_from_others_that_are_still_decoded_but_not_from_their_
     # the first row is over: its last tokens are taken, what it writes while it rides along is not
     commit(proposer, state, [[2], [3]], [[7], [5]], [1, 1])
     commit(proposer, state, [[5], [3]], [[7], [5]], [1, 1])
+    commit(proposer, state, [[5, 6, 7], [3, 0, 0]], [[7, 8, 9], [5, 0, 0]], [3, 1])  # be it more than its last round
     proposer.finish(state, [0], committed([[5], [3]], [[7], [5]], [1, 1]))
     left = proposer.select(state, torch.tensor([1]))
     commit(proposer, left, [[9, 2]], [[6, 7]], [2])
@@ -122,6 +124,36 @@ def test_decoding_is_lossless_and_every_output_reaches_the_cache(batch_size, tmp
     if batch_size == 1:  # the same prompt again is drafted from the first answer to it
         first, again = traces[0].requests[0], traces[0].requests[3]
         assert len(again.cycles) < len(first.cycles)
+
+
+def test_rows_that_ride_along_leave_nothing_in_the_cache(tmp_path):
+    """Seven requests of one batch end in different rounds; each is in the tree as far as its last round went."""
+    folder = tiny_model("llama", tmp_path, seed=1)
+    weights = load_file(folder / "model.safetensors")
+    # Without attention a token follows from the one before it, so answers run in circles and drafts are accepted.
+    for name, value in weights.items():
+        value.mul_("o_proj" not in name)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = [
+        [145, 12, 24],
+        [108, 135],
+        [164, 190, 293, 24, 314, 256],
+        [225, 193, 278, 94, 109],
+        [303, 152, 7, 73, 80],
+    ]
+    prompts += [[173, 175, 191, 50], [21, 24, 141, 86]]
+    proposer = Remembering()
+    how = {"num_draft_tokens": 6, "sampling": Sampling(), "max_new_tokens": 8, "batch_size": 7}
+    trace = speculative_decode(TargetModel.load(str(folder)), proposer, prompts, **how)
+    outputs = {
+        tuple(request.local.tokens[: len(request.local.tokens) - len(request.shared.tokens)]): request.shared.tokens
+        for request in proposer.cached
+    }
+    assert min(len(request.cycles) for request in trace.requests) < 5 < max(len(r.cycles) for r in trace.requests)
+    for request in trace.requests:
+        kept = outputs[tuple(request.prompt_ids)]
+        assert kept[:8] == request.output_ids
+        assert len(kept) == 1 + sum(cycle.accepted + 1 for cycle in request.cycles)
 
 
 def test_a_draft_over_two_thousand_tokens_takes_under_a_millisecond():

@@ -29,6 +29,7 @@ from spec_train.serving.verify import (
     check_reload,
     comparison_dtype,
     draft_config,
+    judge_reload,
     render_report,
     served_folder,
     verify_export,
@@ -119,6 +120,31 @@ def test_verification_without_vllm_says_so(target: TargetModel, exported: Path) 
         "draft logits of the reloaded head differ"
         in verify_export(exported, Path(target.name), vllm="off", **arguments).problems[0]
     )
+
+
+def test_a_slight_slip_of_a_weight_fails_the_reload(target: TargetModel, exported: Path) -> None:
+    """A head that drafts the same tokens from logits that are 1 in 1,000 off is not the head that was exported."""
+    assert judge_reload(reload(exported, target)).problems == []
+    edit_tensor(exported, "fc.weight", lambda weights, name: weights[name].mul_(1.001))
+    found = reload(exported, target)
+    assert found["drafts_equal"] is True
+    assert 1e-4 < found["max_difference"] / max(1.0, found["largest"]) < 1e-2
+    assert "draft logits of the reloaded head differ" in "".join(judge_reload(found).problems)
+
+
+def test_a_golden_sample_that_is_not_whole_is_refused(target: TargetModel, exported: Path) -> None:
+    file = exported / "golden" / "golden.safetensors"
+    golden = load_file(file)
+    for name in golden:
+        save_file({key: value for key, value in golden.items() if key != name}, file)
+        with pytest.raises(UserError, match=f"golden.safetensors: lacks {name}"):
+            reload(exported, target)
+    save_file({**golden, "draft_logits": golden["draft_logits"][:1].clone()}, file)
+    with pytest.raises(UserError, match=r"holds draft logits of shape \[1, 96\], the head gives \[4, 96\]"):
+        reload(exported, target)
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"golden\.safetensors: cannot be read"):
+        reload(exported, target)
 
 
 def test_input_is_checked_before_anything_starts(target: TargetModel, exported: Path, tmp_path: Path) -> None:
