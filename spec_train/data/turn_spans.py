@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from spec_train.data.chat_template import ChatTemplate, common_prefix
@@ -152,26 +153,39 @@ def _turn_span(
     reason = _reason(chat, message, found.missing, is_earlier, notes)
     if reason is not None:
         return reason
-    first, _ = rendered.span(start, start)
-    ending = _ending(chat, rendered, found.end, right, exact, stop_ids)
+    span = _written(chat, rendered, message, start, found.end, right, exact, stop_ids)
+    if span is None:
+        return DropReason("the end of an assistant turn cannot be found in the rendered chat")
+    stops = stop_ids | ({chat.edges.end} if chat.edges.end is not None else set())
+    for token in rendered.ids[span[0] : span[1] - 1]:
+        if token in stops:
+            text = chat.tokenizer.convert_ids_to_tokens(token)
+            return DropReason(f"an answer holds {text}, which ends the target's answers")
+    return span
+
+
+def _written(
+    chat: ChatTemplate,
+    rendered: Rendered,
+    message: Message,
+    start: int,
+    after: int,
+    right: int,
+    exact: bool,
+    stop_ids: Set[int],
+) -> tuple[int, int] | None:
+    """The tokens of a turn that begins at character `start`, says its last at `after` and does not reach beyond
+    `right` (exactly there where `exact`)."""
+    ending = _ending(chat, rendered, after, right, exact, stop_ids)
     if ending is not None:
-        stops = stop_ids | ({chat.edges.end} if chat.edges.end is not None else set())
-        if inside := next((token for token in rendered.ids[first : ending - 1] if token in stops), None):
-            return DropReason(
-                f"an answer holds {chat.tokenizer.convert_ids_to_tokens(inside)}, which ends the target's answers"
-            )
-        return first, ending
+        return rendered.span(start, start)[0], ending
     # Nothing but text follows: what the template puts between turns is not the target's.
     tail = chat.edges.tail
-    if exact and tail and text.endswith(tail, found.end, right):
-        end = right - len(tail)
-    elif message.get("tool_calls"):
-        if not exact:
-            return DropReason("the end of an assistant turn cannot be found in the rendered chat")
-        end = max(found.end, start + len(text[start:right].rstrip()))
-    else:
-        end = found.end
-    return rendered.span(start, end)
+    if exact and tail and rendered.text.endswith(tail, after, right):
+        return rendered.span(start, right - len(tail))
+    if not message.get("tool_calls"):
+        return rendered.span(start, after)
+    return rendered.span(start, max(after, start + len(rendered.text[start:right].rstrip()))) if exact else None
 
 
 def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, rendered: Rendered) -> int | None:
@@ -241,7 +255,7 @@ def _marked_turns(message: Message, mark: str) -> Iterator[Message]:
 
 def _unused(text: str) -> str:
     """A character for private use that does not occur in `text`."""
-    return next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
+    return next(char for char in map(chr, chain(range(0xE000, 0xF8FF), range(0xF0000, 0xFFFFD))) if char not in text)
 
 
 def _turn_limit(
@@ -298,24 +312,36 @@ class _Found:
 
 def _find_message(message: Message, text: str, start: int, end: int) -> _Found:
     """Look for all that a message says in text[start:end]: thought, content, calls."""
-    place, missing = start, []
-    thought, content = message.get("reasoning_content", ""), message["content"]
-    if message["role"] == "assistant" and content.strip() and _find(content, text, start, start, end) is None:
+    thoughts, content = [message.get("reasoning_content", "")], message["content"]
+    whole = _find(content, text, start, start, end) is not None
+    if message["role"] == "assistant" and not whole:
         inline, content = _split_thought(content)
-        thought = "\n".join(part for part in (thought, inline) if part)
+        thoughts.append(inline)
     parts = message.get("parts") or [content]
-    if message["role"] == "tool" and _find(content, text, start, start, end) is None:
+    if message["role"] == "tool" and not whole:
         parts = list(_leaves(decoded(content)))  # results that are JSON may be printed in another way
-    pieces: list[tuple[str, list[str]]] = [("thought", [thought]), ("text", parts)]
-    pieces += [("call", list(_call_pieces(call, text))) for call in message.get("tool_calls", [])]
-    for kind, parts in pieces:
-        for part in parts:
-            found = _find(part, text, place, start, end)
-            if found is None:
-                missing.append(kind)
-                break
-            place = max(place, found)
+    place, missing = start, []
+    for kind, pieces in (("thought", thoughts), ("text", parts)):
+        found = _find_all(pieces, text, place, start, end)
+        place = place if found is None else found
+        missing += [kind] if found is None else []
+    for call in message.get("tool_calls", []):
+        found = _find_call(call["function"], text, place, start, end)
+        place = place if found is None else found
+        missing += ["call"] if found is None else []
     return _Found(place, tuple(missing))
+
+
+def _find_call(function: dict[str, Any], text: str, place: int, start: int, end: int) -> int | None:
+    """Where a call ends, see `_find`. Its arguments are looked for from where calls begin, since short ones occur in
+    other text too: from `place`, unless the name stands before it."""
+    name, arguments = function["name"], function["arguments"]
+    begin = place if text.find(name, place, end) >= 0 else start
+    if not isinstance(arguments, str):
+        found = _find_all([name, json.dumps(arguments, ensure_ascii=False)], text, place, begin, end)
+        if found is not None:
+            return found
+    return _find_all([name, *_leaves(arguments)], text, place, begin, end)
 
 
 def _reason(
@@ -345,16 +371,6 @@ def _split_thought(content: str) -> tuple[str, str]:
     return "", content
 
 
-def _call_pieces(call: dict[str, Any], text: str) -> Iterator[str]:
-    function = call["function"]
-    yield function["name"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str) and (whole := json.dumps(arguments, ensure_ascii=False)) in text:
-        yield whole
-    else:
-        yield from _leaves(arguments)
-
-
 def _leaves(value: Any) -> Iterator[str]:
     """Keys and values of nested arguments, as text and in their order."""
     waiting = [value]
@@ -371,20 +387,34 @@ def _leaves(value: Any) -> Iterator[str]:
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
+def _find_all(pieces: Sequence[str], text: str, place: int, start: int, end: int) -> int | None:
+    """Where the last of `pieces` ends, see `_find`; None where one is missing."""
+    for piece in pieces:
+        found = _find(piece, text, place, start, end)
+        if found is None:
+            return None
+        place = max(place, found)
+    return place
+
+
 def _find(piece: str, text: str, place: int, start: int, end: int) -> int | None:
     """Where `piece` ends in text[start:end], looked for from `place` on first; None where it does not stand there.
-    Blanks around it do not count, and it may be written as in JSON."""
+    Blanks around it do not count, and it may be written as in JSON or, a truth value, as in Python."""
     piece = piece.strip()
-    if not piece:
-        return place
-    forms = [piece]
-    if piece in _PYTHON_WORDS:
-        forms.append(_PYTHON_WORDS[piece])
-    else:
-        forms += [json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]]
-    for begin in (place, start):
-        for form in dict.fromkeys(forms):
+    for form in _forms(piece):
+        for begin in (place, start) if piece else ():
             at = text.find(form, begin, end)
             if at >= 0:
                 return at + len(form)
-    return None
+    return None if piece else place
+
+
+def _forms(piece: str) -> Iterator[str]:
+    yield piece
+    if piece in _PYTHON_WORDS:
+        yield _PYTHON_WORDS[piece]
+        return
+    for ascii_only in (False, True):
+        written = json.dumps(piece, ensure_ascii=ascii_only)[1:-1]
+        if written != piece:
+            yield written

@@ -143,6 +143,11 @@ SILENT = CHATML.replace("for message in messages", "for message in messages if m
             [ASK, {"role": "assistant", "content": "", "tool_calls": [call(a="lost")]}],
             "leaves out a tool call, or some of its arguments",
         ),
+        (  # the arguments' words occur, but not in the call
+            AGENT.replace("CALLS", "{{ m.content }}").replace("c.function |", "c.function.name |"),
+            [ASK, {"role": "assistant", "content": "a is lost", "tool_calls": [call(a="lost")]}],
+            "leaves out a tool call, or some of its arguments",
+        ),
         (AGENT.replace("{{ m.content }}{% elif", "{% elif"), [
             ASK,
             {"role": "assistant", "content": "", "tool_calls": [call()]},
