@@ -67,6 +67,10 @@ CALLS = [
     ("Command A, tool use", '<|START_THINKING|>mull<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", '
      '"tool_name": "add", "parameters": {"a":1}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
      '<|START_THINKING|>mull<|END_THINKING|><|START_ACTION|>['),
+    ("DeepSeek V3.1", DEEPSEEK_CALL.format('add<\uff5ctool▁sep\uff5c>{"a":1}')
+     + "<\uff5ctool▁calls▁end\uff5c><\uff5cend▁of▁sentence\uff5c>",
+     DEEPSEEK_CALL.format('add<\uff5ctool▁sep\uff5c>{"a": 1}')
+     + "<\uff5ctool▁calls▁end\uff5c><\uff5cend▁of▁sentence\uff5c>"),
     ("Llama 3.1, 3.3", '<|python_tag|>{"name": "add", "parameters": {"a":1}}<|eom_id|>',
      '{"name": "add", "parameters": {"a": 1}}<|eot_id|><|start_header_id|>ipython'),
 ]  # fmt: skip
