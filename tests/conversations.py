@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from spec_train.data.chat import render
 from spec_train.data.documents import Document
 from spec_train.data.rows import Conversation, DropReason, conversation_from_row, usable_as_is
+from tests.templates import Family
 
 KINDS = (
     "plain",
@@ -142,22 +143,32 @@ class Outcome:
         return not self.dropped and not self.wrong
 
 
-def outcome(
-    tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...], data: dict[str, Any], thought: str = "reasoning_content"
-) -> Outcome:
-    """Render a row as training does and hold it against what the target would write. `thought`: the template's name for
-    reasoning_content."""
+def outcome(tokenizer: PreTrainedTokenizerFast, family: Family, data: dict[str, Any]) -> Outcome:
+    """Render a row as training does and hold it against what the target would write."""
     conversation = conversation_from_row(data)
     if isinstance(conversation, Conversation):
         conversation = usable_as_is(conversation)
     if isinstance(conversation, DropReason):
         return Outcome(dropped=str(conversation))
-    stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+    stop_ids = [token for stop in family.stops if (token := tokenizer.convert_tokens_to_ids(stop)) is not None]
     document = render(tokenizer, conversation, max_length=1_000_000, stop_ids=stop_ids)
     if isinstance(document, DropReason):
         return Outcome(dropped=str(document))
-    messages = [{thought if k == "reasoning_content" else k: v for k, v in m.items()} for m in data["messages"]]
-    return Outcome(wrong=differences(tokenizer, stops, {**data, "messages": messages}, document))
+    given = {**data, "messages": [_as_read(message, family) for message in data["messages"]]}
+    return Outcome(wrong=differences(tokenizer, family.stops, given, document))
+
+
+def _as_read(message: dict[str, Any], family: Family) -> dict[str, Any]:
+    """A message in the form that the family's template reads."""
+    given = {family.thought if key == "reasoning_content" else key: value for key, value in message.items()}
+    if family.text_arguments and "tool_calls" in message:
+        given["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    if family.null_call_content and "tool_calls" in message:
+        given["content"] = message["content"] or None
+    return given
 
 
 def differences(
@@ -280,7 +291,7 @@ def _texts_to_be_kept(messages: list[dict[str, Any]]) -> list[str]:
     """Words that must stand in the rendering: all but those of thoughts, which templates drop from history."""
     texts = []
     for message in messages:
-        content = message["content"].rpartition("</think>")[2]
+        content = (message["content"] or "").rpartition("</think>")[2]
         texts += [word for word in content.split() if word.startswith("zq")]
         for call in message.get("tool_calls", []):
             texts += _words_in(json.dumps(call["function"]["arguments"]))

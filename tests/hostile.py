@@ -1,4 +1,4 @@
-"""Rows that no one would write by hand, of every kind of file that a recipe may name; the same seed gives the same rows."""
+"""Rows that no one would write by hand, in every kind of file that a recipe may name; a seed gives the same rows."""
 
 from __future__ import annotations
 
