@@ -61,7 +61,7 @@ class _Writer:
         before, after = "", ""
         if self.kind == "newlines":
             before, after = (self.random.choice(("", "\n", "\n\n", "  ", " \n")) for _ in range(2))
-            return f"{before}{self.text()}\n\n{self.text()}{after}"
+            return f"{before}{self.text()}\n{self.text()}\n\n  {self.text()}{after}"
         if self.kind == "thoughts in the text":
             return f"<think>\n{self.text()}\n</think>\n\n{self.text()}"
         return self.text()
@@ -150,7 +150,9 @@ def outcome(tokenizer: PreTrainedTokenizerFast, family: Family, data: dict[str, 
         conversation = usable_as_is(conversation)
     if isinstance(conversation, DropReason):
         return Outcome(dropped=str(conversation))
-    stop_ids = [token for stop in family.stops if (token := tokenizer.convert_tokens_to_ids(stop)) is not None]
+    stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in family.stops]
+    missing = set(family.stops) - set(tokenizer.convert_ids_to_tokens(stop_ids))
+    assert not missing, f"{family.name}: the tokenizer has no {missing}"
     document = render(tokenizer, conversation, max_length=1_000_000, stop_ids=stop_ids)
     if isinstance(document, DropReason):
         return Outcome(dropped=str(document))
