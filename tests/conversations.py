@@ -181,6 +181,9 @@ def differences(
     whole = chat.text(chat.messages)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     if list(encoded["input_ids"]) != document.input_ids:
+        whole = chat.behind_last_prompt(whole, stops)
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    if list(encoded["input_ids"]) != document.input_ids:
         return [f"another text than the template's: {_around(tokenizer.decode(document.input_ids), whole)}"]
     found = [f"absent: {text!r}" for text in _texts_to_be_kept(chat.messages) if text not in whole]
     needed, allowed = set(), set()
@@ -223,6 +226,12 @@ class _Rendering:
         return str(
             self.tokenizer.apply_chat_template(plain, tools=self.tools, tokenize=False, add_generation_prompt=prompt)
         )
+
+    def behind_last_prompt(self, whole: str, stops: tuple[str, ...]) -> str:
+        """The last answer behind its own prompt: some templates print the system text in prompts only."""
+        last = len(self.messages) - 1
+        place = self.written(whole, last, stops) if self.messages[last]["role"] == "assistant" else None
+        return whole if place is None else self.text(self.messages[:last], prompt=True) + whole[place.start :]
 
     def written(self, whole: str, index: int, stops: tuple[str, ...]) -> _Place | None:
         """From where the prompt of turn `index` ends to the first stop token; without one, to what a next turn adds."""
