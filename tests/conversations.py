@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from spec_train.data.chat import render
 from spec_train.data.documents import Document
 from spec_train.data.rows import Conversation, DropReason, conversation_from_row, usable_as_is
+from tests.templates import Family
 
 KINDS = (
     "plain",
@@ -60,7 +61,7 @@ class _Writer:
         before, after = "", ""
         if self.kind == "newlines":
             before, after = (self.random.choice(("", "\n", "\n\n", "  ", " \n")) for _ in range(2))
-            return f"{before}{self.text()}\n\n{self.text()}{after}"
+            return f"{before}{self.text()}\n{self.text()}\n\n  {self.text()}{after}"
         if self.kind == "thoughts in the text":
             return f"<think>\n{self.text()}\n</think>\n\n{self.text()}"
         return self.text()
@@ -142,22 +143,34 @@ class Outcome:
         return not self.dropped and not self.wrong
 
 
-def outcome(
-    tokenizer: PreTrainedTokenizerFast, stops: tuple[str, ...], data: dict[str, Any], thought: str = "reasoning_content"
-) -> Outcome:
-    """Render a row as training does and hold it against what the target would write. `thought`: the template's name for
-    reasoning_content."""
+def outcome(tokenizer: PreTrainedTokenizerFast, family: Family, data: dict[str, Any]) -> Outcome:
+    """Render a row as training does and hold it against what the target would write."""
     conversation = conversation_from_row(data)
     if isinstance(conversation, Conversation):
         conversation = usable_as_is(conversation)
     if isinstance(conversation, DropReason):
         return Outcome(dropped=str(conversation))
-    stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+    stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in family.stops]
+    missing = set(family.stops) - set(tokenizer.convert_ids_to_tokens(stop_ids))
+    assert not missing, f"{family.name}: the tokenizer has no {missing}"
     document = render(tokenizer, conversation, max_length=1_000_000, stop_ids=stop_ids)
     if isinstance(document, DropReason):
         return Outcome(dropped=str(document))
-    messages = [{thought if k == "reasoning_content" else k: v for k, v in m.items()} for m in data["messages"]]
-    return Outcome(wrong=differences(tokenizer, stops, {**data, "messages": messages}, document))
+    given = {**data, "messages": [_as_read(message, family) for message in data["messages"]]}
+    return Outcome(wrong=differences(tokenizer, family.stops, given, document))
+
+
+def _as_read(message: dict[str, Any], family: Family) -> dict[str, Any]:
+    """A message in the form that the family's template reads."""
+    given = {family.thought if key == "reasoning_content" else key: value for key, value in message.items()}
+    if family.text_arguments and "tool_calls" in message:
+        given["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    if family.null_call_content and "tool_calls" in message:
+        given["content"] = message["content"] or None
+    return given
 
 
 def differences(
@@ -167,6 +180,9 @@ def differences(
     chat = _Rendering(tokenizer, data["messages"], data.get("tools"))
     whole = chat.text(chat.messages)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    if list(encoded["input_ids"]) != document.input_ids:
+        whole = chat.behind_last_prompt(whole, stops)
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     if list(encoded["input_ids"]) != document.input_ids:
         return [f"another text than the template's: {_around(tokenizer.decode(document.input_ids), whole)}"]
     found = [f"absent: {text!r}" for text in _texts_to_be_kept(chat.messages) if text not in whole]
@@ -210,6 +226,12 @@ class _Rendering:
         return str(
             self.tokenizer.apply_chat_template(plain, tools=self.tools, tokenize=False, add_generation_prompt=prompt)
         )
+
+    def behind_last_prompt(self, whole: str, stops: tuple[str, ...]) -> str:
+        """The last answer behind its own prompt: some templates print the system text in prompts only."""
+        last = len(self.messages) - 1
+        place = self.written(whole, last, stops) if self.messages[last]["role"] == "assistant" else None
+        return whole if place is None else self.text(self.messages[:last], prompt=True) + whole[place.start :]
 
     def written(self, whole: str, index: int, stops: tuple[str, ...]) -> _Place | None:
         """From where the prompt of turn `index` ends to the first stop token; without one, to what a next turn adds."""
@@ -280,7 +302,7 @@ def _texts_to_be_kept(messages: list[dict[str, Any]]) -> list[str]:
     """Words that must stand in the rendering: all but those of thoughts, which templates drop from history."""
     texts = []
     for message in messages:
-        content = message["content"].rpartition("</think>")[2]
+        content = (message["content"] or "").rpartition("</think>")[2]
         texts += [word for word in content.split() if word.startswith("zq")]
         for call in message.get("tool_calls", []):
             texts += _words_in(json.dumps(call["function"]["arguments"]))

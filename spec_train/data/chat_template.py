@@ -205,10 +205,10 @@ class ChatTemplate:
     def _find_edges(self) -> Edges:
         mark, other = _MARKS[0], _MARKS[1]
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": mark}
-        asked = self.try_text([user]) or ""
-        prompt = self.try_text([user], add_generation_prompt=True) or ""
-        last = self.try_text([user, answer]) or ""
-        inner = self.try_text([user, answer, {"role": "user", "content": other}]) or ""
+        asked = self.try_text([user], with_tools=False) or ""  # the same for every row, whatever its tools
+        prompt = self.try_text([user], add_generation_prompt=True, with_tools=False) or ""
+        last = self.try_text([user, answer], with_tools=False) or ""
+        inner = self.try_text([user, answer, {"role": "user", "content": other}], with_tools=False) or ""
         before_last, _, tail = last.partition(mark)
         before_inner, _, rest = inner.partition(mark)
         gap = rest.partition(other)[0]

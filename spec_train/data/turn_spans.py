@@ -202,6 +202,8 @@ def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, ren
         marked = chat.try_text([*messages[:index], turn, *messages[index + 1 :]])
         if marked is None or mark not in marked:
             continue
+        if not header and turn["content"] != mark:
+            continue  # what stands before the name of a call cannot be told from what the model writes
         place = marked.index(mark)
         opening = marked.rfind(header, 0, place) if header else -1
         start = opening + len(header) if opening >= 0 else place - len(lead)
