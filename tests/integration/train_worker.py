@@ -1,14 +1,12 @@
 """Run `toy_train` in this process: `train_worker.py OUTPUT_DIR JSON`, the JSON being its keyword arguments.
 
-"stop_after": N raises after N provider calls, as if the process had died there. "spoil_after": N makes the states of
-later ones infinite.
+"stop_after": N raises after N provider calls, as if the process had died there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,10 @@ from tests.toy_speculator import mean_weight, toy_states, toy_train
 
 def main() -> None:
     arguments: dict[str, Any] = json.loads(sys.argv[2])
-    calls, good = arguments.pop("stop_after", None), arguments.pop("spoil_after", None)
+    calls = arguments.pop("stop_after", None)
 
     def provide(batch: Batch) -> Batch:
-        nonlocal calls, good
-        if good is not None:
-            good -= 1
-            if good < 0:
-                states = toy_states(batch)
-                assert states.last_hidden_BTH is not None
-                return replace(states, last_hidden_BTH=states.last_hidden_BTH * float("inf"))
+        nonlocal calls
         if calls is not None:
             calls -= 1
             if calls < 0:
