@@ -198,7 +198,7 @@ def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, ren
     # The chat before this turn reads otherwise when more follows: put a mark in its place.
     header, lead = chat.edges.header, chat.edges.lead
     mark = _unused(text)
-    for turn in _marked_turns(messages[index], mark):
+    for turn in _marked_turns(messages[index], mark, bool(header)):
         marked = chat.try_text([*messages[:index], turn, *messages[index + 1 :]])
         if marked is None or mark not in marked:
             continue
@@ -215,9 +215,15 @@ def _turn_start(chat: ChatTemplate, messages: Sequence[Message], index: int, ren
 
 def _versions(chat: ChatTemplate, messages: Sequence[Message], add_generation_prompt: bool = False) -> Iterator[str]:
     """The beginning of a chat as it may stand in the whole: as it is, or without what templates leave out of earlier
-    turns (the list of tools, thoughts)."""
-    plain = [_without_thought(message) for message in messages]
-    for version in (messages, plain) if plain != list(messages) else (messages,):
+    turns (thoughts, the list of tools, the system text)."""
+    versions = [list(messages)]
+    for shorter in (
+        [_without_thought(message) for message in messages],
+        [_without_thought(message) for message in messages if message["role"] != "system"],
+    ):
+        if shorter not in versions:
+            versions.append(shorter)
+    for version in versions:
         for with_tools in (True, False) if chat.tools else (True,):
             text = chat.try_text(version, add_generation_prompt, with_tools)
             if text is not None:
@@ -243,14 +249,15 @@ def _behind_prompt(rendered: Rendered, start: int, extra: str, message: Message)
     return max(start, edges[bisect_right(edges, end) - 1]) if end > start else start
 
 
-def _marked_turns(message: Message, mark: str) -> Iterator[Message]:
-    """The turn with a mark for its text, beside its calls and without them, or for the name of its call."""
+def _marked_turns(message: Message, mark: str, with_header: bool) -> Iterator[Message]:
+    """The turn with a mark for its text, beside its calls and without them, or for the name of its call (before which
+    the target writes more: where it begins is told by the header only)."""
     plain = {"role": "assistant", "content": mark}
     calls = message.get("tool_calls")
     if calls:
         yield {**plain, "tool_calls": calls}
     yield plain
-    if calls:
+    if calls and with_header:
         call = {**calls[0], "function": {**calls[0]["function"], "name": mark}}
         yield {"role": "assistant", "content": "", "tool_calls": [call, *calls[1:]]}
 
