@@ -51,7 +51,10 @@ class Batch:
                       1 for response tokens (token mean) or 1/(response tokens of its document) (sequence mean)
     aux_hidden_BTAH   target states of FeatureSpec.aux_layer_ids, concatenated
     last_hidden_BTH   target state after its final norm
-    target_lse_BT     float32; logsumexp over the whole target vocabulary of the logits *from* this position
+    target_lse_BT     float32; logsumexp over the whole target vocabulary of the logits *from* this position, which come
+                      from the very states of `last_hidden_BTH`, multiplied in `logits_dtype`
+    logits_dtype      what states and output head are multiplied in wherever target_lse_BT is used: logits of another
+                      precision would give probabilities that do not sum to 1. None: that of the training pass
     target_prob_BT    float32; probability of the token *at* this position under the sampling settings that an estimate
                       is made for; 0 where nothing is supervised (see `distillation.add_target_probs`)
     row_ids           for each row the ids of its documents, in order
@@ -66,6 +69,7 @@ class Batch:
     target_lse_BT: Tensor | None = None
     target_prob_BT: Tensor | None = None
     row_ids: tuple[tuple[str, ...], ...] = ()
+    logits_dtype: torch.dtype | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

@@ -178,10 +178,20 @@ class TargetModel:
             raw = torch.tanh(raw / cap) * cap
         return raw
 
-    def logsumexp(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N]: logsumexp over the whole vocabulary, a chunk of rows at a time."""
-        chunks = [torch.logsumexp(self.logits(part).float(), dim=-1) for part in torch.split(hidden_NH, LSE_CHUNK)]
+    def logsumexp(self, hidden_NH: Tensor, dtype: torch.dtype | None = None, temperature: float = 1.0) -> Tensor:
+        """float32 [N]: logsumexp over the whole vocabulary of logits / temperature, a chunk of rows at a time. States
+        and head are multiplied in `dtype`, the target's own where it is None."""
+        chunks = []
+        with torch.autocast(self.device.type, enabled=False):
+            cast = None if dtype in (None, self.dtype) else self.lm_head.weight.to(dtype)
+            for part in torch.split(hidden_NH, LSE_CHUNK):
+                logits = self.logits(part) if cast is None else self.head_logits(part, cast)
+                chunks.append(torch.logsumexp(logits.float() / temperature, dim=-1))
         return torch.cat(chunks) if chunks else hidden_NH.new_zeros(0, dtype=torch.float32)
+
+    def head_logits(self, hidden_NH: Tensor, head_DH: Tensor) -> Tensor:
+        """Logits [N, D] of the tokens whose rows of the output head are given, multiplied in that head's dtype."""
+        return self.scale_logits(hidden_NH.to(head_DH.dtype) @ head_DH.T)
 
     def _check_head(self) -> None:
         """Compare our output head with the model's own on four tokens: a silent scale would spoil every loss."""
@@ -353,16 +363,22 @@ class TargetModel:
         return Features(aux, last if spec.last_hidden else None)
 
     @torch.no_grad()
-    def fill_features(self, batch: Batch, spec: FeatureSpec, dtype: torch.dtype) -> Batch:
-        """`batch` with hidden states and the logsumexp of every position that predicts a supervised token."""
+    def fill_features(
+        self, batch: Batch, spec: FeatureSpec, dtype: torch.dtype, logits_dtype: torch.dtype | None = None
+    ) -> Batch:
+        """`batch` with hidden states in `dtype`, and the logsumexp of every position that predicts a supervised token,
+        multiplied in `logits_dtype` (the target's own where it is None)."""
         full = FeatureSpec(spec.aux_layer_ids, last_hidden=True)
         states = self.features(batch.input_ids_BT, batch.position_BT, batch.document_BT, full)
         assert states.last_hidden is not None
         lse = torch.zeros_like(batch.loss_weight_BT)
         predicts = F.pad(batch.loss_weight_BT[:, 1:] > 0, (0, 1))
-        lse[predicts] = self.logsumexp(states.last_hidden[predicts])
+        last = states.last_hidden.to(dtype)
+        logits_dtype = logits_dtype or self.dtype
+        lse[predicts] = self.logsumexp(last[predicts], logits_dtype)  # of the states as they are handed on
         aux = None if states.aux_hidden is None else states.aux_hidden.to(dtype)
-        return replace(batch, aux_hidden_BTAH=aux, last_hidden_BTH=states.last_hidden.to(dtype), target_lse_BT=lse)
+        filled = replace(batch, aux_hidden_BTAH=aux, last_hidden_BTH=last, target_lse_BT=lse)
+        return replace(filled, logits_dtype=logits_dtype)
 
     def new_cache(self, max_length: int) -> SlotCache:
         """An empty cache for requests of at most `max_length` tokens."""
@@ -531,7 +547,9 @@ class TargetModel:
         while True:
             logits = self.logits(hidden)
             if store:
-                store.add_lse(rows[active], position[active] - 1, torch.logsumexp(logits.float(), -1).cpu()[active])
+                # Stored states that are rounded have a logsumexp of their own.
+                kept = logits if capture_dtype == self.dtype else self.logits(hidden.to(capture_dtype))
+                store.add_lse(rows[active], position[active] - 1, torch.logsumexp(kept.float(), -1).cpu()[active])
             tokens = _choose(logits, sampling, generators, rows)
             for slot, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
                 if not active[slot]:

@@ -214,11 +214,13 @@ def add_features(batch: Batch, read: Callable[[str, list[int]], DocumentFeatures
     Raises UserError where the stored states are of another length than the document.
     """
     fields: dict[str, Tensor] = {}
+    logits_dtype: torch.dtype | None = None
     for b, (ids, document_T) in enumerate(zip(batch.row_ids, batch.document_BT.tolist(), strict=True)):
         start = 0
         for place, document_id in enumerate(ids):
             length = document_T.count(place)
             stored = read(document_id, batch.input_ids_BT[b, start : start + length].tolist())
+            logits_dtype = getattr(stored, "logits_dtype", None)
             for name, values in (
                 ("aux_hidden_BTAH", stored.aux_hidden),
                 ("last_hidden_BTH", stored.last_hidden),
@@ -237,4 +239,4 @@ def add_features(batch: Batch, read: Callable[[str, list[int]], DocumentFeatures
             start += length
     device = batch.input_ids_BT.device
     moved: dict[str, Any] = {name: values.to(device) for name, values in fields.items()}
-    return replace(batch, **moved)
+    return replace(batch, logits_dtype=logits_dtype, **moved)

@@ -30,11 +30,13 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class DocumentFeatures:
-    """States of one document, t = tokens - 1 positions: aux_hidden [t, A*H], last_hidden [t, H], target_lse [t]."""
+    """States of one document, t = tokens - 1 positions: aux_hidden [t, A*H], last_hidden [t, H], target_lse [t], the
+    last from logits that `logits_dtype` was multiplied in (see `Batch`)."""
 
     aux_hidden: Tensor | None
     last_hidden: Tensor | None
     target_lse: Tensor | None
+    logits_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class FeatureStore:
             parts = dict(zip(self.header.aux_layer_ids, aux.split(self.header.hidden_size, dim=-1), strict=True))
             aux = torch.cat([parts[layer] for layer in aux_layer_ids], dim=-1)
         last, lse = (shard.get_tensor(f"{document_id}/{field}") for field in ("last_hidden", "target_lse"))
-        return DocumentFeatures(aux, last, lse)
+        return DocumentFeatures(aux, last, lse, getattr(torch, self.header.computed_in))
 
     def holds(self, document: Document) -> bool:
         """Whether the states stored under this id are those of these very tokens."""

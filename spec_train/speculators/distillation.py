@@ -41,12 +41,18 @@ def target_distributions(
     supervised = queries.weight_BQK > 0
     needed[rows[..., None].expand_as(source_BQK)[supervised], source_BQK[supervised]] = True
     index_BT = needed.flatten().cumsum(0).view_as(needed) - 1
-    device_type = batch.input_ids_BT.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
-    with torch.autocast(device_type, enabled=False):
-        logits = batch.last_hidden_BTH[needed].to(dtype) @ target_head_DH.to(dtype).T
-        probs = restricted_target_probs(target.scale_logits(logits), batch.target_lse_BT[needed], dtype)
+    device = batch.input_ids_BT.device
+    dtype = compute_dtype(device)
+    with torch.autocast(device.type, enabled=False):
+        logits = target.head_logits(batch.last_hidden_BTH[needed], target_head_DH.to(batch.logits_dtype or dtype))
+        probs = restricted_target_probs(logits, batch.target_lse_BT[needed], dtype)
     return probs, index_BT
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What matrix products run in: the autocast dtype, else float32."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else torch.float32
 
 
 def depth_weights(step_decay: float, normalizer_K: Tensor) -> Tensor:

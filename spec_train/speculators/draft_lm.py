@@ -36,7 +36,7 @@ from spec_train.speculators.base import (
     ServingCheckpoint,
     Speculator,
 )
-from spec_train.speculators.distillation import draft_ratios
+from spec_train.speculators.distillation import compute_dtype, draft_ratios
 from spec_train.speculators.draft_start import (
     DraftLMConfig,
     DraftLMOptions,
@@ -55,7 +55,6 @@ from spec_train.speculators.on_policy import with_own_answers
 from spec_train.speculators.supervision import response_hits
 from spec_train.target import TargetModel
 
-ROWS = 256  # rows of full-vocabulary logits held at once
 REAL_VOCAB_SIZE = "spec_train_real_vocab_size"  # key of an export's config.json; engines pass over it
 NO_STATES = FeatureSpec(aux_layer_ids=(), last_hidden=False)
 
@@ -105,6 +104,8 @@ class DraftLM(Speculator):
             empty = torch.empty(0)
             lend(body.embedding, empty)
             lend(body.lm_head, empty)
+            # What is borrowed keeps the target's dtype; the layers in training have their own.
+            body.embedding.register_forward_hook(lambda _module, _ids, out: out.to(self._layer_dtype))
         for module in (body.embedding, body.lm_head):
             module.requires_grad_(config.train_embeddings)
         if config.lora is not None:
@@ -119,6 +120,10 @@ class DraftLM(Speculator):
         index[loss_ids_D] = torch.arange(len(loss_ids_D))
         self.register_buffer("loss_index_V", index, persistent=False)
         self.register_buffer("target_head_DH", torch.empty(0), persistent=False)
+
+    @property
+    def _layer_dtype(self) -> torch.dtype:
+        return next(self.body.layers[0].parameters()).dtype
 
     @property
     def body(self) -> TargetModel:
@@ -217,7 +222,7 @@ class DraftLM(Speculator):
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., real V] of the ids that may be drafted."""
         return self.body.scale_logits(
-            self._packed_head.linear(hidden, self.head_VH)[..., : self.config.real_vocab_size]
+            self._packed_head.linear(hidden, self.head_VH.to(hidden.dtype))[..., : self.config.real_vocab_size]
         )
 
     def cached_states(self, token_BS: Tensor, position_BS: Tensor, cache: SlotCache) -> Tensor:
@@ -268,14 +273,14 @@ class DraftLM(Speculator):
     def target_probs(self, batch: Batch, chosen_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """The target's laws from the chosen positions over the tokens of the loss [N, D], softened by `temperature`."""
         assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
-        hidden_NH, temperature = batch.last_hidden_BTH[chosen_BT].to(dtype), self.config.temperature
+        hidden_NH, temperature = batch.last_hidden_BTH[chosen_BT], self.config.temperature
+        logits_dtype = batch.logits_dtype or dtype
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            logits = self.target.scale_logits(hidden_NH @ self.target_head_DH.to(dtype).T).float()
+            logits = self.target.head_logits(hidden_NH, self.target_head_DH.to(logits_dtype)).float()
             if temperature == 1:
                 lse_N = batch.target_lse_BT[chosen_BT]
             else:  # the stored logsumexp is that of temperature 1
-                parts = [self.target.logits(part).float() / temperature for part in torch.split(hidden_NH, ROWS)]
-                lse_N = torch.cat([part.logsumexp(-1) for part in parts]) if parts else logits.new_zeros(0)
+                lse_N = self.target.logsumexp(hidden_NH, logits_dtype, temperature)
             return restricted_target_probs(logits / temperature, lse_N, dtype)
 
     @torch.no_grad()
@@ -392,12 +397,6 @@ def next_token_weights(batch: Batch) -> Tensor:
     """float32 [B, T]: the loss weight of the token that follows each position; 0 where a document ends."""
     weight_BT = batch.loss_weight_BT * (batch.position_BT > 0)
     return F.pad(weight_BT[:, 1:], (0, 1))
-
-
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """What matrix products run in: the autocast dtype, else float32."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if on else torch.float32
 
 
 def check_body(body: TargetModel) -> None:

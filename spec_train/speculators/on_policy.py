@@ -47,7 +47,9 @@ def with_own_answers(draft: DraftLM, batch: Batch, fraction: float) -> Batch:
     answers = Batch(ids_RL, index_L.expand_as(ids_RL), torch.where(valid_RL, 0, -1), weight_RL)
     assert batch.last_hidden_BTH is not None and batch.target_lse_BT is not None
     with torch.autocast(device.type, enabled=False):
-        filled = draft.target.fill_features(answers, FeatureSpec((), last_hidden=True), batch.last_hidden_BTH.dtype)
+        filled = draft.target.fill_features(
+            answers, FeatureSpec((), last_hidden=True), batch.last_hidden_BTH.dtype, batch.logits_dtype
+        )
     assert filled.last_hidden_BTH is not None and filled.target_lse_BT is not None
     places = row_R[:, None].expand_as(ids_RL)[valid_RL], column_RL[valid_RL]
     return replace(

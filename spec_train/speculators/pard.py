@@ -40,8 +40,8 @@ from spec_train.recipe import Probability
 from spec_train.speculators import load_speculator
 from spec_train.speculators.base import GREEDY, Committed, LossOutput, ResponseHits, ServingCheckpoint
 from spec_train.speculators.cod import depth_width, retain, retention_by_depth
-from spec_train.speculators.distillation import chain_ratios, depth_weights
-from spec_train.speculators.draft_lm import DraftLM, compute_dtype
+from spec_train.speculators.distillation import chain_ratios, compute_dtype, depth_weights
+from spec_train.speculators.draft_lm import DraftLM
 from spec_train.speculators.draft_start import DraftLMConfig, DraftLMOptions, build_model, draft_config, start
 from spec_train.speculators.losses import fused_head_loss, sum_plogp
 from spec_train.speculators.pard_rows import by_depth, by_document, query_parts, row_places, visible_rows

@@ -40,6 +40,7 @@ def by_document(batch: Batch) -> Batch:
         last_hidden_BTH=None if batch.last_hidden_BTH is None else spread(batch.last_hidden_BTH),
         target_lse_BT=None if batch.target_lse_BT is None else spread(batch.target_lse_BT),
         target_prob_BT=None if batch.target_prob_BT is None else spread(batch.target_prob_BT),
+        logits_dtype=batch.logits_dtype,
         row_ids=tuple((batch.row_ids[row][document],) for row, document in origins) if batch.row_ids else (),
     )
 

@@ -120,7 +120,7 @@ def _compute_features(run: Run, target: TargetModel, documents: list[Document], 
                 n = len(document.input_ids) - 1
                 parts = (filled.aux_hidden_BTAH, filled.last_hidden_BTH, filled.target_lse_BT)
                 states = [None if part is None else part[i, :n].cpu() for part in parts]
-                rows.append((document, DocumentFeatures(*states)))
+                rows.append((document, DocumentFeatures(states[0], states[1], states[2])))
             store.add(f"computed-{hashlib.sha256(chunk[0].id.encode()).hexdigest()[:16]}", rows)
             advance(sum(len(document.input_ids) for document in chunk))
             start = end

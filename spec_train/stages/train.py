@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from spec_train.stages.inputs import train_inputs
 
 if TYPE_CHECKING:
     from spec_train.batch import Batch
+    from spec_train.data.features import DocumentFeatures
     from spec_train.decoding.sampling import Sampling
     from spec_train.speculators.base import Speculator
     from spec_train.training.figures import SampledAnswers
@@ -111,6 +112,8 @@ def tracked_config(run: Run, stage: Stage) -> dict[str, Any]:
 
 def feature_provider(run: Run) -> Callable[[Batch], Batch]:
     """Hidden states for a batch: from disk, or from the target in this process."""
+    import torch
+
     from spec_train.data.batches import add_features
 
     recipe = run.recipe
@@ -118,8 +121,21 @@ def feature_provider(run: Run) -> Callable[[Batch], Batch]:
     if recipe.features.mode == "online":
         spec, dtype = feature_spec(run, target), run.torch_dtype
         return lambda batch: target.fill_features(batch, spec, dtype)
-    reader = feature_reader(run, recipe.responses.dtype or recipe.target.dtype)
-    return lambda batch: add_features(batch, reader.read).to(batch.input_ids_BT.device)
+    captured_in = recipe.responses.dtype or recipe.target.dtype
+    reader, logits_dtype = feature_reader(run, captured_in), getattr(torch, captured_in)
+
+    def read(document_id: str, input_ids: Sequence[int]) -> DocumentFeatures:
+        """Stored states; computed in another precision than the captured ones, with a logsumexp of that of those."""
+        stored = reader.read(document_id, input_ids)
+        if stored.logits_dtype == logits_dtype:
+            return stored
+        assert stored.last_hidden is not None and stored.target_lse is not None
+        predicts, lse = stored.target_lse != 0, torch.zeros_like(stored.target_lse)
+        states = stored.last_hidden[predicts].to(target.device)
+        lse[predicts] = target.logsumexp(states, logits_dtype).cpu()
+        return replace(stored, target_lse=lse, logits_dtype=logits_dtype)
+
+    return lambda batch: add_features(batch, read).to(batch.input_ids_BT.device)
 
 
 def sampled_answers(run: Run, samplings: Sequence[Sampling]) -> SampledAnswers | None:

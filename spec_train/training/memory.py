@@ -114,6 +114,7 @@ def head_peaks(target: TargetModel, head: Speculator, shape: StepShape) -> Peaks
             aux_hidden_BTAH=torch.randn_like(torch.cat([state] * layers, -1)) if layers else None,
             last_hidden_BTH=torch.randn_like(state),
             target_lse_BT=torch.full_like(batch.loss_weight_BT, 20.0),
+            logits_dtype=target.dtype,
         )
         del state
         live.take_peak()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from spec_train.batch import Batch
+from spec_train.data.batches import build_batch
 from spec_train.data.documents import Document
 from spec_train.errors import UserError
 from spec_train.training.checkpoint import best_checkpoint, latest_checkpoint, load_state, load_weights
@@ -222,6 +223,36 @@ def test_steps_are_of_like_size_and_the_run_says_so(tmp_path: Path, capsys: pyte
     )
     toy_train(tmp_path / "long", documents=answers(16, 2), micro_batch_tokens=16, epochs=1, held_out=0)
     assert "of 2 to 16 supervised tokens; larger train.micro_batch_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optim", [{}, {"max_grad_norm": 1000.0}], ids=["clipped", "not clipped"])
+def test_steps_are_those_of_a_hand_built_optimiser(tmp_path: Path, optim: dict[str, float]) -> None:
+    """Schedule, clipping, betas, epsilon and weight decay (of matrices alone) as the recipe has them."""
+    settings: dict[str, Any] = {"lr": 0.02, "betas": [0.6, 0.9], "eps": 1e-3, "weight_decay": 0.5, "max_grad_norm": 0.1}
+    settings |= {"schedule": "cosine", "warmup_ratio": 0.4, "min_lr_ratio": 0.1, **optim}
+    documents, model = answers(3, 9, 1, 5), ToySpeculator(dropout=0)
+    trained = ToySpeculator(dropout=0)
+    common: dict[str, Any] = {"documents": documents, "held_out": 0, "optim": settings, "micro_batch_tokens": 64}
+    toy_train(tmp_path, speculator=trained, max_steps=6, **common)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.6, 0.9), eps=1e-3)
+    for step, line in enumerate(log_lines(tmp_path)):
+        scale = learning_rate_scale(step, 6, warmup_ratio=0.4, schedule="cosine", min_lr_ratio=0.1)
+        batch = toy_states(build_batch(documents, [[index] for index in range(4)]))
+        loss = model(batch, model.supervised_counts(batch))[0]
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        assert norm > 0.1
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * scale
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained.state_dict()[name], value, rtol=0, atol=1e-6)
 
 
 def test_another_run_is_not_resumed(tmp_path: Path) -> None:
