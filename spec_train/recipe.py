@@ -278,6 +278,14 @@ class EvalSection(Section):
     measure_costs: bool = True
     cuda_graphs: bool = False
 
+    @field_validator("suites")
+    @classmethod
+    def _names_of_their_own(cls, suites: list[str]) -> list[str]:
+        names = [Path(suite).stem for suite in suites]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two suites are called {twice!r} and would share their results; rename one of the files")
+        return suites
+
     @model_validator(mode="after")
     def _judged_trees(self) -> Self:
         if self.trees and self.rejection_sample_method == "block":

@@ -201,6 +201,7 @@ class Run:
             "weights": weights_fingerprint(self.target_path),
             "configs": _configs(Path(self.target_path)),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "stop_ids": sorted(self.stop_ids),
             "chat_template": template_hash(
                 self.tokenizer, self.recipe.target.chat_template_kwargs, self.recipe.target.system_prompt
             ),

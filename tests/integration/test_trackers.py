@@ -117,7 +117,7 @@ def test_the_recipe_and_the_manifests_are_the_configuration(
         manifest = read_manifest(tmp_path / "run" / stage)
         for key in ("inputs_sha256", "versions", "git_revision"):
             assert config["manifests"][stage][key] == manifest[key]
-    assert config["manifests"]["responses"]["counts"]["train"] == 20
+    assert config["manifests"]["responses"]["counts"]["train"] == 19
     assert len(config["target"]["weights"]) == 64
     text = tensorboard_config(directory)
     assert "recipe.optim.lr: 0.0031" in text

@@ -145,6 +145,8 @@ def test_overrides_set_nested_values(recipe_file: Path) -> None:
         ("data.sources.0.path=absent.jsonl", ["data.sources.0.path", "absent.jsonl does not exist"]),
         ("data.sources.0.path=asset:data/absent.jsonl", ["data/absent.jsonl", "bundled"]),
         ("eval.suites=[gsm9k]", ["eval.suites.0", "gsm9k", "gsm8k"]),
+        ("eval.suites=[gsm8k, asset:eval/suites/gsm8k.yaml]", ["eval.suites", "two suites are called 'gsm8k'"]),
+        ("data.validation=1.0", ["data.validation", "below 1"]),
         ("eval.ngram_min=5", ["eval", "ngram_max"]),
         ("eval.ngram_windows=[[4,2]]", ["eval", "ngram_windows [4, 2]"]),
         ("run.name=a/b", ["run.name"]),
