@@ -18,7 +18,7 @@ from spec_train.speculators.base import Proposal, Proposer
 from spec_train.speculators.eagle3 import Eagle3, Eagle3Options, eagle3_config
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.target import TargetModel
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 60)), [7, 7, 7, 7, 7], [100, 3]]
 LONG = 40
@@ -253,12 +253,12 @@ def test_a_sliding_window_that_the_text_outgrows(tmp_path, kind, batch_size):
 
 
 def test_every_eos_of_the_generation_config_ends_an_answer(target, tmp_path, texts):
-    """The ids are read from the checkpoint; the drafts run on past them."""
+    """The ids are read from the checkpoint, beside its tokenizer's own; the drafts run on past them."""
     folder = tiny_model("qwen3_5" if target.linear_layers else "llama", tmp_path)
     ends = sorted({texts[0][3], texts[2][2]})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     target = TargetModel.load(str(folder))
-    assert target.eos_token_ids == set(ends)
+    assert target.eos_token_ids == {*ends, tiny_tokenizer().eos_token_id}
     plain = plain_decode(target, PROMPTS, sampling=Sampling(), max_new_tokens=LONG, batch_size=5)
     spec = speculative_decode(
         target, Script(texts), PROMPTS, num_draft_tokens=6, sampling=Sampling(), max_new_tokens=LONG, batch_size=5

@@ -313,7 +313,7 @@ def test_files_give_the_same_draft(
         assert torch.allclose(wanted[k], logits, atol=1e-4)
     again_served = Pard.from_serving(served.config, served.tensors, target).serving()
     assert all(torch.equal(value, again_served.tensors[name]) for name, value in served.tensors.items())
-    with pytest.raises(UserError, match="needs pard_token"):
+    with pytest.raises(UserError, match="names no pard_token"):
         Pard.from_serving({k: v for k, v in served.config.items() if k != "pard_token"}, served.tensors, target)
     with pytest.raises(UserError, match=r"missing tensors \['model.norm.weight'\]"):
         Pard.from_serving(served.config, {k: v for k, v in served.tensors.items() if k != "model.norm.weight"}, target)

@@ -12,6 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from spec_train.batch import FeatureSpec
+from spec_train.data.batches import build_batch
 from spec_train.errors import UserError
 from spec_train.pipeline import run_all
 from spec_train.recipe import dump_recipe, load_recipe
@@ -21,6 +23,8 @@ from spec_train.speculators import load_speculator, options_class, speculator_cl
 from spec_train.speculators.base import Speculator
 from spec_train.speculators.mtp import Mtp, MtpOptions
 from spec_train.speculators.start import start_head
+from spec_train.stages.common import documents_of
+from spec_train.stages.evaluate import best_checkpoint
 from spec_train.target import TargetModel
 from spec_train.training.acceptance import renewal_counts
 from tests.chain_heads import answers, fit
@@ -169,10 +173,16 @@ def test_a_run_shows_the_head_before_and_after(tmp_path: Path) -> None:
     result = json.loads((directory / "train" / "result.json").read_text())
     assert lines[0]["step"] == 0
     assert lines[0]["renewal@3"] == result["start_value"]
+    (document,) = documents_of(Run(recipe), "validation")  # what training is judged on
+    text = target.fill_features(build_batch([document], [[0]]), FeatureSpec((1, 3, 4), True), torch.float32)
+    untrained = start_head(recipe.speculator, target, IDS)
+    trained = load_speculator(best_checkpoint(Run(recipe)), target)
+    for head, value in ((untrained, result["start_value"]), (trained, result["best_value"])):
+        assert renewal_counts(head.draft_hits(text, 3), 3).mean_acceptance_length == pytest.approx(value)
     start = json.loads((directory / "eval" / "held_out-eagle3_start-k3-t0.json").read_text())
     after = json.loads((directory / "eval" / "held_out-eagle3-k3-t0.json").read_text())
-    assert start["mean_acceptance_length"] == pytest.approx(result["start_value"])
-    assert after["mean_acceptance_length"] == pytest.approx(result["best_value"])
+    for row in (start, after):
+        assert row["mean_acceptance_length"] == pytest.approx(row["estimate"]["renewal"])
     assert start["lossless"]["identical"] == after["lossless"]["identical"] == 4
     manifest = json.loads((directory / "train" / "manifest.json").read_text())
     assert manifest["inputs"]["start"]["name"] == str(folder)

@@ -174,13 +174,15 @@ def test_a_single_conversation_is_published_without_an_interval(tmp_path: Path) 
     """Its figures are shown, with "(-)" for the interval that it has not; a server's sums are not published."""
     whole = result("mlp", 3, 2)
     one = next(iter(whole["by_category"].values()))
-    alone = {**whole, "mean_acceptance_length_ci95": None, "suite": "alone"}
+    where = exported("mlp", tmp_path)
+    weights = weights_sha256(where)
+    alone = {**whole, "mean_acceptance_length_ci95": None, "suite": "alone", "weights_sha256": weights}
     alone["by_category"] = {name: {**one, "mean_acceptance_length_ci95": None} for name in ("a", "c")}
     results = tmp_path / "results"
     results.mkdir()
     (results / "alone.json").write_text(json.dumps(alone))
     (results / "served.json").write_text(json.dumps({**alone, "backend": "server", "suite": "served"}))
-    card, _ = card_of(exported("mlp", tmp_path), results=results)
+    card, _ = card_of(where, results=results)
     assert card.count("3.00 (-)") == 4 and "| served |" not in card  # by K, every figure, two categories
     shown = {found.metric_type: found for found in ModelCard(card).data.eval_results}
     assert "ci95" not in shown["mean_acceptance_length"].metric_args
