@@ -201,6 +201,8 @@ def test_the_targets_context_is_the_last_limit(tmp_path, spoil):
         target, Script(texts, spoil), [prompt], num_draft_tokens=4, sampling=Sampling(), max_new_tokens=20
     )
     assert len(trace.requests[0].output_ids) == 2
+    # 31 tokens are known when the only round begins: of the four drafts one has a place.
+    assert [len(cycle.drafts) for cycle in trace.requests[0].cycles] == [1]
     assert compare_lossless(plain.requests, trace.requests)["identical"] == 1
     check_accounts(trace)
     with pytest.raises(UserError, match="32 tokens"):

@@ -24,7 +24,7 @@ from spec_train.evaluation.evaluate import (
 )
 from spec_train.evaluation.metrics import acceptance_interval
 from spec_train.speculators import speculator_class
-from spec_train.speculators.base import Committed, Proposer, Speculator
+from spec_train.speculators.base import Chooser, Committed, Proposal, Proposer, Speculator
 from spec_train.speculators.distillation import add_target_probs
 from spec_train.speculators.ngram import NgramProposer
 from spec_train.speculators.suffix import SuffixProposer
@@ -202,11 +202,29 @@ def test_replay_learns_from_the_requests_beside_it(repetitive: TargetModel) -> N
     assert rounds[0] < sum(map(len, alone))
 
 
+class Repeat(Proposer):
+    """Drafts the last token again and again, however much room there is."""
+
+    def begin(self, prompts: list[list[int]], max_length: int) -> Any:
+        return {"last_B": torch.zeros(len(prompts), dtype=torch.int64)}
+
+    def commit(self, state: Any, committed: Committed) -> None:
+        state["last_B"] = committed.token_BS.gather(1, committed.count_B[:, None] - 1)[:, 0]
+
+    def propose(self, state: Any, num_draft_tokens: int, choose: Chooser) -> Proposal:
+        last_B = state["last_B"]
+        return Proposal(last_B[:, None].expand(-1, num_draft_tokens), torch.full_like(last_B, num_draft_tokens))
+
+    def select(self, state: Any, rows: torch.Tensor) -> Any:
+        return {"last_B": state["last_B"][rows]}
+
+
 def test_a_replay_stays_within_the_context(tmp_path: Any) -> None:
     shape = {"num_hidden_layers": 2, "initializer_range": 0.1, "max_position_embeddings": 32}
     small = TargetModel.load(str(tiny_model("llama", tmp_path, **shape)))
-    walked, decoded = replayed_and_decoded(small, NgramProposer(1, 3), 5, batch_size=2)
+    walked, decoded = replayed_and_decoded(small, Repeat(), 5, batch_size=2)
     assert walked == decoded
+    assert min(len(drafts) for request in decoded for drafts, _, _ in request) < 5  # the context ends within a round
 
 
 def test_every_chain_of_an_evaluation_has_its_estimate(target: TargetModel, draft: Speculator) -> None:
