@@ -152,7 +152,7 @@ def test_vllm_drafts_what_we_draft(served: Served, case: str) -> None:
     k, trace = CASES[case][-1], served.traces[case]
     baseline, runs = served.runs[case]
     for vllm_run in runs:
-        run = compare(baseline, vllm_run, trace, k, "test")
+        run = compare(baseline, vllm_run, trace, "test")
         cycles = assert_same(run, trace)
         assert {0, k} <= {cycle.accepted for cycle in cycles}
         assert run.near_ties == 0

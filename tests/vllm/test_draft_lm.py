@@ -73,7 +73,7 @@ def test_vllm_drafts_what_we_draft(tmp_path: Path) -> None:
         stop_token_ids=stop_token_ids(path),
     )
     for (name, trace), vllm_run in zip(traces.items(), runs, strict=True):
-        run = compare(baseline, vllm_run, trace, K, "test")
+        run = compare(baseline, vllm_run, trace, "test")
         assert run.problems == [], name
         cycles = assert_same(run, trace)
         assert run.near_ties == 0

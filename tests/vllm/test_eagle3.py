@@ -126,7 +126,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 def test_vllm_drafts_what_we_draft(llama: Llama, name: str) -> None:
     trace = llama.traces[name]
     trained = "trained" in name
-    run = compare(llama.baseline, llama.runs[name], trace, K, "test")
+    run = compare(llama.baseline, llama.runs[name], trace, "test")
     assert_exact(run, trace, min_cycles=25 if trained else 80)
     if trained:  # accepted drafts at every position, and rejected ones
         per_position = run.counters["num_accepted_tokens_per_pos"]
@@ -137,7 +137,7 @@ def test_another_head_is_told_apart(llama: Llama) -> None:
     """The comparison can fail: hold vLLM's run against the trace of the same head with one option turned."""
     head = random_eagle3()
     turned = ServingCheckpoint(head.kind, head.method, {**head.config, "norm_output": True}, head.tensors)
-    run = compare(llama.baseline, llama.runs["reduced vocabulary"], decode(llama.target, turned), K, "test")
+    run = compare(llama.baseline, llama.runs["reduced vocabulary"], decode(llama.target, turned), "test")
     assert run.outputs_equal_ours == len(PROMPTS)  # the text is the target's, whatever is drafted
     assert run.cycles_equal < run.cycles_compared
     assert run.first_divergence["drafts"]["position"] == 1  # the first draft reads no fed-back state

@@ -106,7 +106,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_drafts_what_we_draft(served: Served, case: str) -> None:
     trace = served.traces[case]
-    run = compare(served.baselines[case], served.runs[case], trace, K, "test")
+    run = compare(served.baselines[case], served.runs[case], trace, "test")
     cycles = len(assert_same(run, trace))
     assert run.near_ties == 0
     per_position = run.counters["num_accepted_tokens_per_pos"]

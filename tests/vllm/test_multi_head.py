@@ -98,7 +98,7 @@ class Served:
 
     def report(self, name: str) -> VllmReport:
         """What `spec-train verify` finds."""
-        return compare(self.baseline, self.runs[name], self.traces[name], K, "test")
+        return compare(self.baseline, self.runs[name], self.traces[name], "test")
 
     def check(self, name: str) -> None:
         """Text, every draft of every round and the counters are equal, in rounds that accept nothing and all."""
