@@ -43,7 +43,6 @@ ELSEWHERE = {
     "pytest tests/": "that very test runs with the others",
     "pytest -m gpu": "a GPU",
     "python tests/gpu/run_gpu.py": "a GPU; tests/gpu/test_run_gpu.py takes its path on a CPU",
-    "python -m tests.family_table": "tests/integration/test_family_table.py runs its cells",
     "pip install": "tests/integration/test_wheel.py",
     "pip uninstall": "changes this installation; the Makefile does it",
     "python -m venv old-pip": "needs the package index",
