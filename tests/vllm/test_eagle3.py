@@ -195,4 +195,5 @@ def test_answers_that_end_on_a_scaled_qwen3(tmp_path: Path) -> None:
     assert report.vllm is not None
     assert report.vllm.mean_acceptance_length > 1.3
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
-    assert render_report(report).row_count == 8
+    assert report.vllm.stops_checked == 2
+    assert render_report(report).row_count == 9
